@@ -17,7 +17,7 @@ from transformers.utils import chat_template_utils
 import support.recurrent  # noqa: F401  (it adds the cache of recurrent layers to common.py's)
 from common import InputError, encode, eos_ids, load
 from support.files import check_file, explain_errors, read_json, shorten
-from support.parts import refuse_eight_bits
+from support.parts import refuse_integers
 from training.loop import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a
@@ -43,7 +43,7 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
                 get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
     try:
         model, tokenizer = load(path, device, dtype)
-        refuse_eight_bits(model, path)
+        refuse_integers(model, path)
         return model, tokenizer
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut

@@ -5,7 +5,7 @@
     Part                      a module that is trained beside a frozen model
     save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
-    refuse_eight_bits         refuses a model whose weights are quantised
+    refuse_integers           refuses a model whose weights are quantised
     draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
@@ -250,8 +250,8 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
 
 # ----------------------------------------------------------------------- helpers of trained parts
 
-def refuse_eight_bits(model, path: str) -> None:
-    """Raise an InputError for weights of 8 bits whose scales nothing explains.
+def refuse_integers(model, path: str) -> None:
+    """Raise an InputError for weights that are integers, whose scales nothing explains.
 
     model   what `load` made of them
     path    the directory or hub id that it was loaded from
@@ -261,10 +261,11 @@ def refuse_eight_bits(model, path: str) -> None:
     for file in Path(cached_file(path, "config.json")).parent.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():
-                # Old causal masks, which are called bias, have 8 bits as well.
-                if "8" in tensors.get_slice(name).get_dtype() and not name.endswith("bias"):
+                # Old causal masks, which are called bias, are such integers as well. Floats of 8
+                # bits are numbers by themselves: `load` refuses them if scales come with them.
+                if tensors.get_slice(name).get_dtype() in ("I8", "U8") and "bias" not in name:
                     raise InputError(f"expected weights that are not quantised, got {str(path)!r}: "
-                                     f"{name} is of 8 bits")
+                                     f"{name} has integers of 8 bits")
 
 
 def draft_for(model, tokenizer, path: str):
@@ -276,7 +277,7 @@ def draft_for(model, tokenizer, path: str):
     returns    the draft's model. InputError if the draft's tokenizer has another vocabulary
     """
     draft, its_tokenizer = load(path, str(model.device), model.dtype)
-    refuse_eight_bits(draft, path)
+    refuse_integers(draft, path)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
     return draft

@@ -432,7 +432,7 @@ def test_a_draft_of_another_tokenizer_is_taken_where_it_is_meant(odd, ask):
     assert ask(*argv, file="survey.another_tokenizer")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "medusa", "hydra"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash", "medusa", "hydra"])
 def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
     file = importlib.import_module("survey.medusa" if name == "hydra" else f"survey.{name}")
     function = "load_heads" if hasattr(file, "load_heads") else "load_draft"

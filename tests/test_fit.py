@@ -75,8 +75,8 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
         monkeypatch.setattr(place, "load_datastore", lambda *_: Datastore(texts[0]))
     monkeypatch.setattr(module, "replay_answers", replay)
     monkeypatch.setattr(guessers, "load_heads", lambda *_: Heads(model, "hydra", 3 - len(stores)))
-    for _ in range(2):
-        fit(model, WORDLESS, [[x, 9, 7] for x in range(4, 24)], out=file,
+    for name in "first.json", "t.json":
+        fit(model, WORDLESS, [[x, 9, 7] for x in range(4, 24)], out=tmp_path / name,
             work=tmp_path, max_new_tokens=12, adapters=tmp_path)
     known, trust = load_trust(file, model), fit_trust([[(group, 0.75)], [(group, 0.0)]], CLASSES)
     chances = [{x: trust[0][2][1] * share for x, share in (("x", 0.75), ("z", 0.25))}] * 2

@@ -106,10 +106,10 @@ def cut_embeddings(folder) -> None:
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-def store_in_eight_bits(folder) -> None:
+def store_integers(folder) -> None:
     """And leave an old causal mask of 8 bits, as checkpoints of GPT-2 do."""
     change_weights(folder, lambda tensors: tensors | {
-        NAME: tensors[NAME].to(torch.float8_e4m3fn), "attn.bias": torch.ones(3).byte()})
+        NAME: tensors[NAME].to(torch.int8), "attn.bias": torch.ones(3).byte()})
 
 
 def add_scales(folder) -> None:
@@ -129,7 +129,7 @@ def move_below(folder) -> None:
 WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
     (lose_layer, "9 quantised, missing or of another size: model.layers.1.input_lay"),
     (cut_embeddings, "1 quantised, missing or of another size: model.embed_tokens.weight"),
-    (store_in_eight_bits, "not quantised, got .*: model.layers.0.mlp.up_proj.weight is of 8"),
+    (store_integers, "not quantised, got .*: model.layers.0.mlp.up_proj.weight has integers of 8"),
     (add_scales, "1 quantised, .*: model.layers.0.mlp.up_proj.weight_scale$"),
     (write_pointer, "model.safetensors is a pointer of git-lfs"),
     (cut_off, "model.safetensors is cut off or damaged"),

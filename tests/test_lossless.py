@@ -245,6 +245,7 @@ STATES = [*RECURRENT, *(name for name in MORE_FAMILIES if name.replace("-", "_")
 REFUSED = {  # families that a method says it cannot run
     "bita": ["deepseek-v3", *STATES], "bita, full tree": [*RECURRENT], "pass": [*RECURRENT],
     "triforce": ["gemma2", "stablelm", "gpt-oss", *STATES], "draft_verify": ["mamba2"],
+    "mtp": ["olmo-hybrid", "bamba", "falcon-h1", "zamba2"],
     "early_exit": ["gpt2", "opt", "bamba", "zamba2", "mamba2"], "layerskip": ["gpt2"]}
 
 
