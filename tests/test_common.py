@@ -15,7 +15,7 @@ from cli.run import Run, TimedLM
 from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, autoregressive, check,
                     eos_ids, greedy, load, trie, until, walk)
 from fake_models import Zeros, path_to
-from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny
+from families import CONTEXT, FAMILIES, MORE_FAMILIES, OTHERS, VOCAB, tiny
 from helpers import ROOT, prefill
 from laws import chi_square_ok
 from speculative import speculative
@@ -24,7 +24,7 @@ from survey.another_tokenizer import another_tokenizer
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 BOTH = pytest.mark.parametrize("run_as", [TimedLM, GraphedLM])
-ALL = {**FAMILIES, **MORE_FAMILIES}
+ALL = [*FAMILIES, *MORE_FAMILIES, *OTHERS]
 FEW = ("llama", "gpt2", "gemma3", "gpt-oss", "deepseek-v3")  # as graphs: one of each kind of mask
 
 
