@@ -3,13 +3,10 @@
     python tests/mutants.py                         # all mistakes that are written here
     python tests/mutants.py survey/rest.py          # those in a file
     python tests/mutants.py 3 17 jacobi.py          # those of these numbers, and those in a file
-    python tests/mutants.py --generated 20 --seed 0 survey/rest.py    # 20 that operators make
     make mutants ONLY=survey/rest.py                # with any of these words
 
-A mutant is the code with one mistake. `MUTANTS` has the mistakes that are ideas. It lists for each
-file the text that is replaced, what replaces it, and what the mistake is. `list_generated` makes
-small slips, such as < for <=, at places that the seed chooses, and the number is the same for each
-file. `SURVIVORS` names the slips that change nothing, with the reason.
+A mutant is the code with one mistake. `MUTANTS` lists for each file the text that is replaced, what
+replaces it, and what the mistake is.
 
 Each mutant is made in a copy of the project, where the tests of its file run (`commands_of`). A
 mutant is killed if a test fails. A mutant that survives shows that no test guards this line:
@@ -20,18 +17,15 @@ any mutant survives. Ctrl-C ends it, and removes the copy.
 """
 import argparse
 import ast
-import copy
 import functools
 import importlib
 import os
-import random
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -360,30 +354,6 @@ MUTANTS = {
         ('if not hasattr(storage, "counted"):', "if True:", "a view counts as a tensor")],
 }
 
-SURVIVORS = {  # (file, how the line with the slip begins): why no output changes
-    ("cli/run.py", 'if "layers" in run.log[-1]'): "all records of a log have the same names",
-    ("cli/text.py", "if len(self.ids) <= 2"): "old tokens are dropped a token later",
-    ("cli/text.py", "if text.endswith(rest) and gone < self"): "some text stays, so both agree",
-    ("cllm.py", "y_star = states[-2]"): "what stays from one state to the next is in both",
-    ("common.py", "past_key_values=self.cache, use_cache=False"): "a given cache is filled anyway",
-    ("models/tasks.py", "for seed in range(4)"): "answers are graded on one more database",
-    ("models/train.py", "device = self.param_groups[-1]"): "parameters are on one device",
-    ("results/bench.py", "right = bench.graded([count.output for _, count in "
-     "results.counts[method][-1]"): "greedy output is the same in all rounds",
-    ("results/gpu_dry.py", "method(prompts[-1])  # whatever"): "any prompt warms up",
-    ("survey/early_exit.py", "states_of, texts = compute_frozen(collect, data, 3"): "an estimate",
-    ("survey/early_exit.py", "held_early, held_last = (torch.cat(x).split(511"): "other parts",
-    ("survey/eagle3.py", "super().__init__(config, 1)"): "a cache makes room for any layer",
-    ("hybrid/hybrid.py", "heap = [(-1.0, 1, -1"): "the root is the only node in it",
-    ("survey/layerskip.py", "best = [head(x).topk(ranks).indices.cpu() for x in "
-     "states.split(511"): "the same rows in other parts",
-    ("survey/medusa.py", "Node(1.0, words"): "nothing reads the chances of a released tree",
-    ("survey/sequoia.py", "TEMPERATURES = (0.0, 0.3, 0.6, 2.0"): "any temperature has rates",
-    ("training/loop.py", "config = GenerationConfig(max_new_tokens=limit, eos_token_id="
-     "sorted(eos) and"): "answers are cut after their EOS all the same",
-    ("support/released.py", "return there.shape == here.shape and torch.allclose(here"): "swapped",
-}
-
 
 class Mutant(NamedTuple):
     """A mistake in a file, and the whole text of the file with it."""
@@ -411,99 +381,13 @@ def list_written() -> list[Mutant]:
     return found
 
 
-# -------------------------------------------------------------------------- mistakes by operators
-
-OTHER = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.In: ast.NotIn, ast.Is: ast.IsNot,
-         ast.And: ast.Or, "min": "max", "argmin": "argmax"}
-OTHER |= {new: old for old, new in OTHER.items()}
-SYMMETRIC = {"min", "max", "isinstance", "gcd"}  # swapped arguments: nothing changes, or an error
-WORDS = {"print", "require", "InputError"}  # calls that hold words, which tests do not fix
-
+# ------------------------------------------------------------------------------ tests that guard
 
 def called(node: ast.AST) -> str:
-    """Return the last name of the function that an expression or a statement calls, or ""."""
-    call = node.value if isinstance(node, ast.Expr) else node
-    function = getattr(call, "func", None)
+    """Return the last name of the function that an expression calls, or ""."""
+    function = getattr(node, "func", None)
     return getattr(function, "id", getattr(function, "attr", ""))
 
-
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and those below it, without words, arguments and the block of a script."""
-    script = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-    skipped = ast.Raise, ast.JoinedStr, ast.arguments
-    if script or called(node) in WORDS or isinstance(node, skipped):
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from walk(child)
-
-
-def change(node: ast.AST, **fields) -> ast.AST:
-    """Copy a node with other values of some fields."""
-    new = copy.copy(node)
-    for name, value in fields.items():
-        setattr(new, name, value)
-    return new
-
-
-def is_dropped(node: ast.AST) -> bool:
-    """Tell whether a statement can be left out without a name that is missing later on."""
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Call)
-    if isinstance(node, ast.Assign):
-        return isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
-    return isinstance(node, (ast.AugAssign, ast.Continue, ast.Break, ast.Delete))
-
-
-def make_slips(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
-    """Yield (operator, node, what replaces it) for each of eight operators that fits."""
-    value = getattr(node, "value", None)
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in OTHER:
-        yield "comparison", node, change(node, ops=[OTHER[type(node.ops[0])](), *node.ops[1:]])
-    if isinstance(node, ast.BoolOp):
-        yield "and, or", node, change(node, op=OTHER[type(node.op)]())
-    if isinstance(node, ast.Constant) and type(value) is int:
-        yield "one more", node, change(node, value=value + 1)
-        yield "one more", node, change(node, value=value - 1)
-    if isinstance(node, ast.Constant) and type(value) in (bool, float):
-        other = not value if type(value) is bool else 2 * value or 1.0
-        yield "constant", node, change(node, value=other)
-    if isinstance(node, ast.Call) and len(node.args) > 1 and called(node) not in SYMMETRIC:
-        if not any(isinstance(x, ast.Starred) for x in node.args):
-            first, second, *others = node.args
-            yield "arguments", node, change(node, args=[second, first, *others])
-    for field in ("id", "attr", "arg"):
-        if getattr(node, field, None) in OTHER:
-            yield "min, max", node, change(node, **{field: OTHER[getattr(node, field)]})
-    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
-        yield "negation", node.test, ast.UnaryOp(ast.Not(), node.test)
-    if is_dropped(node):
-        yield "statement", node, ast.Pass()
-
-
-def list_generated(file: str, budget: int, seed: int) -> list[Mutant]:
-    """List mutants of a file that operators make, the same number of each as far as there are."""
-    rng = random.Random(f"{seed} {file}")
-    source = read(file)
-    lines = source.encode().splitlines(keepends=True)
-    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]  # in bytes, as columns are
-    slips = [slip for node in walk(ast.parse(source)) for slip in make_slips(node)]
-    rng.shuffle(slips)
-    seen, found = Counter(), []
-    for operator, old, new in slips:
-        begin = starts[old.lineno - 1] + old.col_offset
-        end = starts[old.end_lineno - 1] + old.end_col_offset
-        text = source.encode()[:begin].decode() + ast.unparse(new) + source.encode()[end:].decode()
-        line = text.splitlines()[old.lineno - 1].strip()
-        known = any(x == file and line.startswith(begin) for x, begin in SURVIVORS)
-        if text != source and not known:
-            found.append((seen[operator], f"line {old.lineno}: {line}", text))
-            seen[operator] += 1
-    found.sort(key=lambda slip: slip[0])
-    return [Mutant(i, file, *slip[1:]) for i, slip in enumerate(found[:budget])]
-
-
-# ------------------------------------------------------------------------------ tests that guard
 
 @functools.cache
 def list_files(*folders: str) -> list[str]:
@@ -659,27 +543,21 @@ def try_mutant(mutant: Mutant, clean: Path) -> str:
     return killer
 
 
-def choose(words: list[str], generated: int, seed: int) -> list[Mutant]:
+def choose(words: list[str]) -> list[Mutant]:
     """List the mutants that a command line names by numbers and files; all of them by default."""
     for word in words:
         if word not in list_product() and not word.isdigit():
             sys.exit(f"mutants.py: expected numbers, and files of the project, got {word!r}")
-    mutants = list_written()
-    if generated:
-        files = [file for file in list_product() if not words or file in words]
-        mutants = [mutant for file in files for mutant in list_generated(file, generated, seed)]
-    return [x for x in mutants if not words or x.file in words or str(x.number) in words]
+    return [x for x in list_written() if not words or x.file in words or str(x.number) in words]
 
 
 def main() -> int:
     """Try the mutants that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="numbers, and files")
-    parser.add_argument("--generated", type=int, default=0, help="how many of each file")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of generated ones")
     args = parser.parse_args()
     survived = 0
-    chosen = choose(args.words, args.generated, args.seed)
+    chosen = choose(args.words)
     import_packages()
     with tempfile.TemporaryDirectory() as parent:
         clean = Path(parent) / "project"
