@@ -2,6 +2,7 @@
 
     FAMILIES       the families of all tests: pytest's fixture `family` names each of them once
     MORE_FAMILIES  families whose attention is peculiar, for what depends on attention
+    OTHERS         more families with recurrent layers, for the tests of trees and of AR
     SCALED         configurations whose logits are not what the LM head says
     tiny(family)   a random model of a family, prepared for CachedLM
     near(model)    a copy with noise in its weights, so a draft that is often right
@@ -73,7 +74,7 @@ MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
     **RECURRENT,
 }
-OTHERS = dict(  # more families with layers of these kinds
+OTHERS = dict(  # their settings
     qwen3_next=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
     qwen3_5_moe_text=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
     olmo_hybrid=DELTA,
@@ -92,8 +93,8 @@ OTHERS = dict(  # more families with layers of these kinds
     mamba2=SMALL | dict(hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2,
                         conv_kernel=4, expand=2, chunk_size=16, max_position_embeddings=CONTEXT),
 )
-MORE_FAMILIES |= {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
-                  for name, settings in OTHERS.items()}
+OTHERS = {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
+          for name, settings in OTHERS.items()}
 SCALED = {  # whose logits are not what the LM head says
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
     "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
@@ -113,7 +114,7 @@ def tiny(family: str, seed: int = 0, run_as=CachedLM, **changes):
     changes  fields of the configuration that differ from the family's
 
     A model is made and checked once, and every call gets a copy, which takes less time."""
-    config = (FAMILIES | MORE_FAMILIES)[family]
+    config = (FAMILIES | MORE_FAMILIES | OTHERS)[family]
     config = type(config).from_dict({**config.to_dict(), **changes})
     implementation = changes.get("attn_implementation", config._attn_implementation)
     key = config.to_json_string(), implementation, seed, run_as

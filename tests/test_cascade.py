@@ -3,9 +3,8 @@ guesser by hand. That the text is the target's is in test_lossless.py."""
 import pytest
 import torch
 
-from common import CachedLM, Sampler
+from common import Sampler
 from fake_models import ScriptedLM, markov
-from families import tiny
 from helpers import tokens_of
 from laws import law, outcomes
 from survey import cascade as module

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cli.run import TimedLM
-from cli.trees import MaskTrees, plan_mask_trees
+from cli.trees import MaskTrees
 from common import encode
 from families import tiny
 from support.clock import Choice, Clock, Costs, best_tree

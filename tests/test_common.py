@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, MambaConfig, MptConfig
+from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig
 from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
                                                     TopPLogitsWarper)
 
 from cli.graphs import GraphedLM
 from cli.loading import load_checked
 from cli.run import Run, TimedLM
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, autoregressive, check,
-                    eos_ids, greedy, load, trie, until, walk)
+from common import (CachedLM, InputError, KVCache, Sampler, autoregressive, check, eos_ids, greedy,
+                    load, trie, until, walk)
 from fake_models import Zeros, path_to
-from families import CONTEXT, FAMILIES, MORE_FAMILIES, VOCAB, tiny
+from families import CONTEXT, FAMILIES, MORE_FAMILIES, OTHERS, VOCAB, tiny
 from helpers import ROOT, prefill
 from laws import chi_square_ok
 from speculative import speculative
@@ -24,7 +24,7 @@ from survey.another_tokenizer import another_tokenizer
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 BOTH = pytest.mark.parametrize("run_as", [TimedLM, GraphedLM])
-ALL = {**FAMILIES, **MORE_FAMILIES}
+ALL = [*FAMILIES, *MORE_FAMILIES, *OTHERS]
 FEW = ("llama", "gpt2", "gemma3", "gpt-oss", "deepseek-v3")  # as graphs: one of each kind of mask
 
 
@@ -190,18 +190,6 @@ def test_what_no_method_can_begin_with(said):
         next(BEGIN[said](CachedLM(tiny("llama", 3))))
 
 
-# --------------------------------------------------------------------------------------- masks
-
-def test_attention_mask_of_a_batch():
-    """Its texts stand at other positions."""
-    rng = torch.Generator().manual_seed(0)
-    visible = torch.rand(3, 5, 11, generator=rng) < 0.7
-    rows, slots = (torch.randint(0, 12, (3, n), generator=rng) for n in (5, 11))
-    mask = attention_mask({"sliding_attention": 4}, visible, rows, slots, torch.zeros(1).half())
-    seen = torch.stack([visible[b] & (rows[b, :, None] - slots[b] < 4) for b in range(3)])
-    assert torch.equal(mask, torch.where(seen[:, None], 0.0, -torch.inf).half())
-
-
 # ------------------------------------------------------------------------------------ sampling
 
 @pytest.mark.parametrize("temperature, top_k, top_p", [
@@ -343,8 +331,6 @@ TREES = "trees equal their paths"
 TAKES = "takes positions, a mask and a cache, got .*: "
 REFUSED = {
     "Bloom": (TAKES, lambda: make(BloomConfig(**SMALL, n_layer=2, n_head=4))),
-    "Falcon, ALiBi": (TAKES, lambda: make(FalconConfig(
-        **SMALL, num_hidden_layers=2, num_attention_heads=4, alibi=True))),
     "MPT": (TREES, lambda: make(MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4))),
     "Mamba": ("Mamba-2, .* got linear_attention of MambaForCausalLM",
               lambda: make(MambaConfig(**SMALL, num_hidden_layers=1))),

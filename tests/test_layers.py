@@ -8,10 +8,9 @@ from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3Mo
                           SiglipVisionConfig, SmolLM3Config)
 
 from common import InputError
-from families import CONTEXT, FAMILIES, MOE, MORE_FAMILIES, OTHERS, SCALED, SHAPE, SMALL
-from families import SPECIAL, WINDOWS, deep, tiny
-from support.layers import (FeatureLM, depth_of, list_layers, pass_on, split_layers, take_layers,
-                            view)
+from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
+                      deep, tiny)
+from support.layers import FeatureLM, depth_of, list_layers, pass_on, split_layers, take_layers
 import train as recipe
 from training import loop as training
 from trainings import WORDLESS
@@ -61,10 +60,7 @@ def off_by(small, model) -> float:
     return ((a - b).abs().mean() / b.abs().mean()).item()
 
 
-PLAIN = [name for name in FAMILIES | MORE_FAMILIES if name.replace("-", "_") not in OTHERS]
-
-
-@pytest.mark.parametrize("name", [*PLAIN, *SCALED, *MIXED])
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES, *SCALED, *MIXED])
 def test_layers_are_those_that_were_asked_for(name, make):
     model = make(name)
     assert depth_of(model) == len(list_layers(model)) == 4
@@ -96,26 +92,7 @@ def test_a_draft_of_a_model_that_reads_images_is_distilled(make, tmp_path, monke
 
 # ---------------------------------------------------------------------------------------- views
 
-# GPT-2 and OPT add positions before the first layer.
-@pytest.mark.parametrize("name", [x for x in PLAIN if x not in ("gpt2", "opt")])
-def test_early_and_late_are_the_whole(name):
-    """On a text that is longer than any window. All weights are the model's."""
-    model, ids = deep(name), IDS[0].tolist()
-    whole, owned = FeatureLM(model), {id(p) for p in model.parameters()}
-    early, late = split_layers(whole, 1)
-    assert {id(p) for lm in (early, late) for p in lm.model.parameters()} == owned
-    assert (depth_of(early.model), depth_of(late.model), depth_of(model)) == (1, 3, 4)
-    for lm in (whole, early, late):
-        lm.start([])
-    expected = whole.forward(ids)
-    early.forward(ids)
-    found = late.forward(early.features)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(late.features, whole.features, atol=1e-5, rtol=1e-5)
-    assert view(model, 1, 4).config.to_dict().get("layer_types") == (
-        (model.config.to_dict().get("layer_types") or [])[1:] or None)
-
-
+# That early and late layers are the whole is in test_lossless.py, in the lines of early_exit.
 @pytest.mark.parametrize("name, E, said", [
     ("gpt2", 1, "early and late layers make the whole, got .*: off by"),
     ("opt", 1, "early and late layers make the whole, got .*: off by"),

@@ -89,10 +89,6 @@ def cut_off(folder) -> None:
     weights.write_bytes(weights.read_bytes()[:-9])
 
 
-def write_pointer(folder) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-
-
 def lose_layer(folder) -> None:
     change_weights(folder, lambda tensors: {name: x for name, x in tensors.items()
                                             if "layers.1." not in name})
@@ -120,25 +116,17 @@ def lose_tokenizer(folder) -> None:
     (folder / "tokenizer.json").unlink()
 
 
-def move_below(folder) -> None:
-    """As the hub's cache has its folders."""
-    shutil.copytree(folder, folder / "snapshots/abc")
-    (folder / "config.json").unlink()
-
-
 WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
     (lose_layer, "9 quantised, missing or of another size: model.layers.1.input_lay"),
     (cut_embeddings, "1 quantised, missing or of another size: model.embed_tokens.weight"),
     (store_integers, "not quantised, got .*: model.layers.0.mlp.up_proj.weight has integers of 8"),
     (add_scales, "1 quantised, .*: model.layers.0.mlp.up_proj.weight_scale$"),
-    (write_pointer, "model.safetensors is a pointer of git-lfs"),
     (cut_off, "model.safetensors is cut off or damaged"),
     (lambda x: change_json(x / "config.json", quantization_config={"quant_method": "gptq"}),
      "its weights are quantised"),
     (lambda x: (x / "adapter_config.json").write_text("{}"),
      "adapter_config.json: a LoRA adapter must be merged"),
-    (lose_tokenizer, "it has no tokenizer.json$"),
-    (move_below, "it has no config.json, but '.*/snapshots/abc' has$")]
+    (lose_tokenizer, "it has no tokenizer.json$")]
 
 
 @pytest.mark.parametrize("damage, said", WRONG, ids=[said[:24] for _, said in WRONG])
@@ -274,7 +262,6 @@ def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embe
 
 @pytest.mark.parametrize("row, said", [
     ({"prompt": [5], "answer": [1536]}, "it has no tokens, or others than those from 0 to 1535"),
-    ({"prompt": [5], "answer": [-1]}, "it has no tokens"),
     ({"messages": TALK, "template": None}, "chat_template is not set"),
     ({"prompt": "3 +", "answer": " 4", "eos": None}, "the tokenizer has no EOS"),
     ({"messages": [ASKED, SAID | {"thoughts": "2"}]}, "the chat template leaves out 'thoughts'"),

@@ -2,7 +2,6 @@
 import itertools
 import math
 
-import pytest
 import torch
 
 from common import Sampler

@@ -6,12 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import CachedLM, Sampler, autoregressive
+from common import CachedLM, Sampler
 from families import tiny
-from helpers import mask_logits, tokens_of
+from helpers import mask_logits
 from survey import masks as module
-from survey.masks import (guess_answers, measure_all_right, pass_sampling, plan_space, space,
-                          tune)
+from survey.masks import measure_all_right, pass_sampling, plan_space, space, tune
 from training import loop as training
 from test_lossless import tuning_of
 from trainings import PROMPTS, WORDLESS
@@ -95,10 +94,3 @@ def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
     assert given[0][0] == "forward-kl" and given[0][1] == pytest.approx(0, abs=1e-5)
     assert all(x[2] for x in given) and len(given) == 12 and given[5][1] > 0
     assert not torch.equal(*masks)
-
-
-def test_a_model_guesses_its_own_greedy_answers():
-    model = tiny("gemma3")
-    pairs = [(x, tokens_of(autoregressive(CachedLM(model), x), 2 + x[0])) for x in PROMPTS * 2]
-    guesses, labels = guess_answers(model, pairs)
-    assert guesses.tolist() == labels.tolist() == sum((answer for _, answer in pairs), [])

@@ -1,6 +1,5 @@
 """MTP: the block of a checkpoint makes the guesses of its equations, which are written out here
 except for its layer, and what does not fit is refused. Its loss is in test_eagle3.py."""
-import copy
 import json
 
 import pytest
@@ -23,7 +22,6 @@ FORMS = {  # family: what names begin with, names of four tensors, of the layer,
     "deepseek-v3": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), "", 0.0)}
 TABLE, HEAD, FC = (f"model.layers.2.{x}.weight"
                    for x in ("embed_tokens", "shared_head.head", "eh_proj"))
-MISTAKES = "swapped, 1 + w, before the norm, position, token, norm 0, norm 1, norm 3".split(", ")
 
 
 def write(folder, family: str, changes: dict | None = {}):
@@ -52,25 +50,18 @@ def write(folder, family: str, changes: dict | None = {}):
     return check(AutoModelForCausalLM.from_pretrained(folder)), block
 
 
-def guess(model, w: dict, text: list[int], path: list[int], family: str, mistake: str):
-    """Compute the logits [V] after a text and a path of guesses, all anew, or with a mistake."""
+def guess(model, w: dict, text: list[int], path: list[int], family: str):
+    """Compute the logits [V] after a text and a path of guesses, all anew."""
     begin, names, _, one = FORMS[family]
-    one = 1.0 - one if mistake == "1 + w" else one
-    decoder, tokens, places = copy.deepcopy(model.get_decoder()), text + path, torch.arange(99)
+    decoder, tokens, places = model.get_decoder(), text + path, torch.arange(99)
     layer, rotary = list_layers(model)[0], decoder.rotary_emb
-    if mistake == "before the norm":
-        decoder.norm = torch.nn.Identity()
-    if mistake == "position":
-        places[len(text) - 1:] += 1
     f = decoder(torch.tensor([text[:-1]]), use_cache=False)[0][0]
     table = w.get(TABLE, model.get_input_embeddings().weight)
 
     def norm(x: torch.Tensor, i: int) -> torch.Tensor:
-        weight = one + w[f"{begin}{names[i]}.weight"]
-        return x if mistake == f"norm {i}" else F.rms_norm(x, (32,), weight, 1e-6)
+        return F.rms_norm(x, (32,), one + w[f"{begin}{names[i]}.weight"], 1e-6)
     for n in range(len(text) - 1, len(tokens)):
-        both = [norm(table[tokens[0 if mistake == "token" else 1:][:n]], 0), norm(f, 1)]
-        x = torch.cat(both[::-1] if mistake == "swapped" else both, -1)
+        x = torch.cat([norm(table[tokens[1:][:n]], 0), norm(f, 1)], -1)
         x = layer((x @ w[f"{begin}{names[2]}.weight"].T)[None],
                   position_embeddings=rotary(x[None], places[None, :n]),
                   attention_mask=torch.full((1, 1, n, n), -torch.inf).triu(1))
@@ -81,8 +72,7 @@ def guess(model, w: dict, text: list[int], path: list[int], family: str, mistake
 @pytest.mark.parametrize("family", FORMS)
 @torch.inference_mode()
 def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
-    """They are made along a text, after a true feature and after one of the block's own. With a
-    mistake in the equations, guesses of one kind at least are all others."""
+    """They are made along a text, after a true feature and after one of the block's own."""
     model, w = write(tmp_path, family)
     seen, text, texts = [], TEXT, []
     monkeypatch.setattr("survey.eagle.rank_tokens", lambda logits, vocab: seen.append(
@@ -91,10 +81,8 @@ def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
     for _ in range(8):
         before, text = text, text + next(chunks)
         texts += [(before, []), (before, [seen[-2].argmax().item()])]
-    for mistake in ["", *MISTAKES]:
-        made = torch.stack([guess(model, w, *x, family, mistake) for x in texts])
-        same = torch.isclose(torch.stack(seen), made, atol=1e-4).all(-1)
-        assert same.all() if not mistake else same.sum() <= 8, mistake
+    made = torch.stack([guess(model, w, *x, family) for x in texts])
+    torch.testing.assert_close(torch.stack(seen), made, atol=1e-4, rtol=1e-5)
 
 
 REFUSED = {  # what is refused: tensors that differ. None: there is no block

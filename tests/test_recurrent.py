@@ -1,4 +1,4 @@
-"""States of recurrent layers: folding, going back, refusals, and other passes of the same model.
+"""States of recurrent layers: folding, going back, and other passes of the same model.
 
 That trees equal their paths is in test_common.py, and every method's text in test_lossless.py."""
 import random
@@ -6,10 +6,9 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import CachedLM, InputError, check
-from families import RECURRENT, SHAPE, VOCAB, tiny
+from common import CachedLM
+from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
 from support.recurrent import KEEP, running
 
@@ -75,13 +74,3 @@ def test_a_model_goes_back_as_far_as_its_rows_are_kept():
     lm.truncate(lm.length - KEEP)
     with pytest.raises(InputError, match="expected 0 at most, got 1"):
         lm.truncate(lm.length - 1)
-
-
-@pytest.mark.parametrize("kind, settings", [
-    ("jamba", dict(num_experts=2, mamba_d_state=8, attn_layer_offset=1)),
-    ("minimax", dict(layer_types=["linear_attention", "full_attention"], num_local_experts=2))])
-def test_other_recurrent_layers_are_refused(kind, settings):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **settings))
-    said = f"Mamba-2, .* got .*linear_attention of {type(model).__name__}"
-    with pytest.raises(InputError, match=said):
-        check(model)

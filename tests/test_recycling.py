@@ -5,7 +5,7 @@ import torch
 
 from fake_models import counting
 from helpers import tokens_of
-from support.clock import Node, best_tree
+from support.clock import Node
 from survey import recycling as module
 from survey.recycling import WIDTH, Successors, recycling
 

@@ -13,7 +13,6 @@ from fake_models import path_to, scripted
 from families import near, tiny
 from helpers import tokens_of
 from support.parts import load_part, save_part
-from survey import rest as module
 from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_text, as_tokens,
                          build, load_datastore, measure_tokens_per_call, plan_rest, rest,
                          retrieve, retrieve_by_score)

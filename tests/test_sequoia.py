@@ -8,7 +8,7 @@ import torch
 
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_models import Zeros
-from families import VOCAB, near, tiny
+from families import near, tiny
 from helpers import tokens_of
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
 from support import parts
@@ -18,6 +18,7 @@ import survey.sequoia as module
 from survey.sequoia import (calibrate, draw_children, draw_tree, load_rates, parents_of,
                             plan_sequoia, sequoia, shape_of, tabulate, verify)
 from test_several_drafts import random_pairs
+from trainings import WORDLESS
 
 PROMPT = [3, 14, 15]
 BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are leaves
@@ -173,14 +174,12 @@ def test_trees_are_those_of_their_options_and_the_nearest_temperature(tmp_path):
 def calibrated(tmp_path, monkeypatch):
     """calibrated(model, small, …) runs `calibrate`: it returns its file and the ids of trees."""
     def run(model, small, prompts, temperatures=(0.0,)):
-        words = {f"t{i}": i for i in range(VOCAB)}
-        tokenizer = SimpleNamespace(get_vocab=lambda: words, eos_token_id=None)
         seen, draw = [], module.draw_tree
         monkeypatch.setattr(module, "TEMPERATURES", temperatures)
-        monkeypatch.setattr(parts, "load", lambda *_: (small, tokenizer))
+        monkeypatch.setattr(parts, "load", lambda *_: (small, WORDLESS))
         monkeypatch.setattr(module, "draw_tree",
                             lambda *given: seen.append(draw(*given)) or seen[-1])
-        calibrate(model, tokenizer, prompts, out=tmp_path / "rates.json")
+        calibrate(model, WORDLESS, prompts, out=tmp_path / "rates.json")
         return tmp_path / "rates.json", [ids for ids, _ in seen]
     return run
 

@@ -52,14 +52,6 @@ def test_several_drafts_are_exact_by_enumeration(rule):
         assert abs(rates[0] - torch.minimum(p, q).sum()) < 1e-6
 
 
-def test_draws_of_several_models_are_exact_by_enumeration():
-    """Each draw comes from another q, and is judged by it."""
-    pairs = [*random_pairs()]
-    for (p, q), (_, other), (_, third) in zip(pairs, pairs[1:], pairs[2:]):
-        result, _ = outcome(multi_step, p, torch.stack([q, other, third]))
-        torch.testing.assert_close(result, p, atol=1e-6, rtol=0)
-
-
 # ------------------------------------------------------------------------- several draft models
 
 def test_models_take_turns():

@@ -11,7 +11,7 @@ from cli.run import count_guesses
 from common import Sampler
 from fake_models import Zeros
 from laws import Choosing, outcomes
-from speculative import VERIFICATIONS, report, residual, verify_block, verify_tokens
+from speculative import VERIFICATIONS, report, verify_block, verify_tokens
 
 
 # ------------------------------------------------------------------------------------ the rule
@@ -66,34 +66,6 @@ def test_both_rules_are_exact_by_enumeration(gamma, V, temperature, top_k, top_p
     assert counts["block"] > counts["token"] - 1e-6
     if temperature > 0 and top_p == 1:
         assert counts["block"] > counts["token"] + 1e-3
-
-
-def test_a_block_by_hand():
-    """Two tokens, γ = 2, a draft that says both with 1/2, and a target that says 0, then 1, with
-    3/4 each. After the guess 0, joint_1 = 1; after 1, joint_1 = 1/2, Z_1 = 0. So "0 1" and "1 1"
-    are kept with 1 and 3/4, "0 0" with 1/2, and "1 0" with 1/4. Of "0 0" the 0 is always kept."""
-    p = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
-    q = torch.full((2, 2), 0.5, dtype=torch.float64)
-
-    def chances_of(guesses: list[int]) -> list[float]:
-        """Return the chances that 0, 1 and 2 guesses are accepted."""
-        chances = [0.0] * 3
-        for chance, (accepted, _) in outcomes(
-                lambda choose: verify_block(p, q, guesses, Choosing(choose))):
-            chances[accepted] += chance
-        return chances
-    assert chances_of([0, 1]) == pytest.approx([0, 0, 1])
-    assert chances_of([0, 0]) == pytest.approx([0, 0.5, 0.5])
-    assert chances_of([1, 1]) == pytest.approx([0.25, 0, 0.75])
-    assert chances_of([1, 0]) == pytest.approx([0.75, 0, 0.25])
-
-
-def test_residual():
-    """By hand. A draw from q = p is rejected by rounding alone, and then p itself is left."""
-    p, q = torch.tensor([0.5, 0.4, 0.1, 0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
-    torch.testing.assert_close(residual(p, q), torch.tensor([2, 1, 0, 0]) / 3)
-    torch.testing.assert_close(residual(q, p), torch.tensor([0, 0, 1, 2]) / 3)
-    assert torch.equal(residual(p, p), p)
 
 
 @pytest.mark.parametrize("verify", [verify_block, verify_tokens])
