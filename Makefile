@@ -4,7 +4,6 @@
 #   make test       check that every method is exact
 #   make bench      measure every method on this machine, beside transformers' generate
 #   make mutants    check that the tests notice mistakes in the code
-#   make who        measure who guesses best and what a guess costs, and draw it
 #   make picture    draw README's picture of a run on this machine
 #   make gpu        measure on a GPU: is it exact there, and how fast (it takes six minutes)
 #   make gpu-dry    count launches, waits and copies of each method on a simulated GPU (minutes)
@@ -17,7 +16,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 
-.PHONY: demo test mutants bench who gpu gpu-dry models picture clean
+.PHONY: demo test mutants bench gpu gpu-dry models picture clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -35,10 +34,6 @@ mutants: .venv/ready
 
 bench: .venv/ready
 	$(RUN) results/bench.py --first 3
-
-# Makes results/who_guesses.svg.
-who: .venv/ready
-	$(RUN) results/who_guesses.py -n 16 --picture results/who_guesses.svg
 
 # With the Python that has torch for the GPU already: no .venv is made. It writes results/gpu.json.
 gpu:

@@ -1,4 +1,4 @@
-"""Draw the figure of who_guesses.py: acceptance by position, and tokens against cost.
+"""Draw the figures of who_guesses.md: acceptance by position, and tokens against cost.
 
     python results/who_picture.py       # both figures of who_guesses.md, from the page's tables
 

@@ -174,7 +174,7 @@ class TranslatedLM:
     translation   a Translation
     vocab         how many logits the target's calls give
     length        how many tokens of the target are cached
-    ends          the draft's length after the prompt's context, and after each token that came later
+    ends          the draft's length after the prompt's context, and after each later token
     widths        for each pending token of the target, how many of the draft's tokens were fed
     """
 

@@ -249,8 +249,8 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
     draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
     prompt = begin(prompt, target, taps=draft.taps)
     root, cache = prompt[-1], KVCache()
-    # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt of
-    # one token has none, so its first call has only the root.
+    # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
+    # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
     clock = target.once((draft, "clock"), lambda: Clock(target))
     while True:

@@ -65,9 +65,15 @@ MUTANTS = {
          "the draft forgets temperature, top-k and top-p"),
         ("target.commit(range(1 + accepted))", "target.commit(range(1 + gamma))",
          "rejected guesses stay in the target's cache"),
-        ("draft.commit(range(len(unseen) + min(accepted, len(guesses) - 1)))",
-         "draft.commit(range(1 + min(accepted, len(guesses) - 1)))",
+        ("draft.truncate(min(draft.length, len(text) - 1))",
+         "draft.truncate(min(draft.length - 1, len(text) - 1))",
          "the draft loses a row after a whole draft was accepted")],
+    "support/recurrent.py": [
+        ("v = v - weights[..., :-n] @ old.transpose(0, 1)", "pass",
+         "what kept tokens wrote is not replaced"),
+        (".masked_fill(~above[-n:, :, None], -torch.inf)", "", "a node reads its siblings"),
+        ('keys = first["k"] * (G[-1] - G).exp()', 'keys = first["k"]',
+         "folded tokens do not decay")],
     "jacobi.py": [
         ("chunk = chosen[:agreed + 1]", "chunk = guesses[:agreed + 1]",
          "argmaxes become final at a temperature"),
@@ -100,7 +106,8 @@ MUTANTS = {
         ("            p += P[i - 1, j]", "            p = P[i - 1, j]",
          "the target's probabilities are not joint"),
         ("P[i - 1, j]", "P[i, j]", "a token is scored by the row after it"),
-        ("[*unseen, *x[:eta], t][len(kept):]", "[t]", "the draft never sees an accepted leaf")],
+        ("unseen = text[draft.length:]", "unseen = text[-1:]",
+         "the draft never sees an accepted leaf")],
     "bita.py": [
         ("parents += [parent] * len(tokens)", "parents += [level[0]] * len(tokens)",
          "the full tree gives its children to the wrong parents"),
@@ -349,8 +356,6 @@ MUTANTS = {
          "a ratio is not of one round"),
         ("if not tasks.loops(answer)", "if tasks.loops(answer)",
          "prompts whose answers loop are kept")],
-    "results/who_guesses.py": [
-        (' + ("cut" not in record)', "", "the first wrong guess is not judged")],
     "results/memory.py": [
         ('if not hasattr(storage, "counted"):', "if True:", "a view counts as a tensor")],
 }

@@ -18,8 +18,8 @@ from training.loop import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1176, "cli": 1009, "models": 1030, "results": 1150, "tests": 7760,
-          "hybrid support survey training": 4000}  # lines of code; prose has no limit
+LIMITS = {"root": 1200, "cli": 1020, "models": 1040, "results": 1000, "tests": 7620,
+          "hybrid support survey training": 4100}  # lines of code; prose has no limit
 
 
 
@@ -188,7 +188,7 @@ def code_lines(source: str, node: ast.AST | None = None) -> int:
 
 def test_common_has_few_ideas():
     """A limit on lines of code, never on words: what is read first must be read whole."""
-    assert code_lines(read("common.py")) <= 280
+    assert code_lines(read("common.py")) <= 300
 
 
 @pytest.mark.parametrize("rooms", LIMITS)
