@@ -58,8 +58,8 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy, walk,
-                    windows_of)
+from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy,
+                    require_keys, walk, windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -92,10 +92,8 @@ class Tuning(torch.nn.Module):
 
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
+        require_keys(model)  # a prompt token is a key and a value in each layer
         lm = CachedLM(model)
-        if type(lm.cache) is not KVCache:  # a prompt token is a key and a value in each layer
-            raise InputError("expected a model whose layers all have keys and values, got "
-                             f"{type(model).__name__}")
         lm.start([0])  # what one token leaves in the cache shows the size of keys and values
         keys, values = lm.cache.layers[0]
         if keys.shape != values.shape:

@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, begin, eos_ids,
-                    greedy, load, until, windows_of)
+                    greedy, load, require_keys, until, windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -381,6 +381,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     from support.parts import score_with
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
+    require_keys(model)  # the states of a block share one pass, each with a mask of its own
     n, examples, held_out = read_examples(data, seed)
     rows = len(model.get_input_embeddings().weight)
     largest = max(max(x["prompt"] + x["answer"]) for x in examples + held_out)

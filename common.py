@@ -402,6 +402,13 @@ def make_cache(model) -> KVCache:
     return CACHES[others.pop()](model) if others else KVCache()
 
 
+def require_keys(model) -> None:
+    """Raise an InputError if a layer has a state and no keys, for what needs keys in every layer."""
+    if type(make_cache(model)) is not KVCache:
+        raise InputError("expected a model whose layers all have keys and values, got "
+                         f"{type(model).__name__}")
+
+
 def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens each kind of layer looks back; None where it sees all of them."""
     known = {"full_attention": None,

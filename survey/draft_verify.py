@@ -53,8 +53,7 @@ from functools import partial
 from pathlib import Path
 from typing import Iterator
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, eos_ids,
-                    greedy, make_cache)
+from common import CachedLM, Sampler, attention_mask, begin, eos_ids, greedy, require_keys
 from speculative import verify_block as verify
 from support.layers import depth_of, list_layers, name_of, share_weights
 from support.parts import MODELS, load_facts, save_facts
@@ -295,9 +294,7 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path, max_new_tok
     max_new_tokens: the most tokens of an answer on which agreement is measured
     passes: how often step 3 goes over all blocks, 1 or more
     """
-    if type(make_cache(model)) is not KVCache:  # `measure_agreement` picks rows of the cache
-        raise InputError("expected a model whose layers all have keys and values, got "
-                         f"{type(model).__name__}")
+    require_keys(model)  # `measure_agreement` picks rows of the cache
     answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
     data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
     block_costs, rest, whole = measure_costs(model)

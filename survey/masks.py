@@ -74,7 +74,7 @@ from typing import Iterator
 
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
-from common import CachedLM, Sampler, begin, greedy, walk
+from common import CachedLM, Sampler, begin, greedy, require_keys, walk
 from speculative import verify_block as verify
 from support.clock import Choice, Clock
 from support.layers import move_counts
@@ -271,6 +271,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: the most tokens of an answer that have masks after them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
+    require_keys(model)  # one pass has many masks after the text
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
     tuning = Tuning(model, rank, seed)

@@ -9,9 +9,10 @@ import torch
 
 from families import tiny
 from hybrid import hybrid as module
-from hybrid.guessers import RANKS, Trained, pool_chances
+from hybrid.guessers import Trained, pool_chances
 from hybrid.hybrid import grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
+from support.clock import RANKS
 from support.layers import FeatureLM
 from survey.eagle import Pairs
 from survey.recycling import Successors
