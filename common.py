@@ -250,8 +250,7 @@ class CachedLM:
         if len(ids) > self.max_length:
             raise InputError(f"expected at most {self.max_length} tokens, got {len(ids)}")
         if self.model.training or self.weight.dtype != self.dtype:
-            raise InputError(f"expected a model in eval mode and still in {self.dtype}, got "
-                             f"{self.weight.dtype} and training = {self.model.training}")
+            raise InputError(f"expected a model in eval mode, and still in {self.dtype}")
         self.owner = next(iter(running_generators()), None)
         self.prefix, self.length, self.parents = 0, 0, []
         self.cache.reset()
@@ -403,10 +402,9 @@ def make_cache(model) -> KVCache:
 
 
 def require_keys(model) -> None:
-    """Raise an InputError if a layer has a state and no keys, for what needs keys in every layer."""
+    """Raise an InputError for a model with recurrent layers, if all layers must have keys."""
     if type(make_cache(model)) is not KVCache:
-        raise InputError("expected a model whose layers all have keys and values, got "
-                         f"{type(model).__name__}")
+        raise InputError(f"expected layers that all have keys, got {type(model).__name__}")
 
 
 def windows_of(model) -> dict[str, int | None]:

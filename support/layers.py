@@ -349,5 +349,6 @@ def take_layers(model, numbers: list[int], **changes):
         small = small.to(model.device).eval()
         copy_weights(model, small, numbers)
         with torch.no_grad():  # some layers of Zamba2 do not run without others
-            small(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+            small(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device),
+                  use_cache=False)
         return small

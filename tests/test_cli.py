@@ -404,7 +404,6 @@ survey.several_drafts --K 1537
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
 survey.eagle3 train --out {odd}/new --taps 2 --norms
-survey.dflash train --out {odd}/new --layers 13
 hybrid.hybrid --guess rest
 survey.masks --L 9
 survey.triforce --budget 7
@@ -564,23 +563,37 @@ def stopping(n: int, number: int = signal.SIGINT):
     return stopped
 
 
+@pytest.fixture
+def heed():
+    """heed(number): let a signal do what it does by itself. A shell that runs the tests in the
+    background lets them ignore SIGINT."""
+    before = {}
+
+    def heed(number: int) -> None:
+        default = {signal.SIGINT: signal.default_int_handler}
+        before[number] = signal.signal(number, default.get(number, signal.SIG_DFL))
+    yield heed
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("n, more, number", [
     (0, [], signal.SIGINT), (2, [], signal.SIGINT), (2, [], signal.SIGTERM),
     (2, [], signal.SIGHUP), (2, ["--tune"], signal.SIGINT)])
-def test_interrupted_in_the_middle(ask, n, more, number):
+def test_interrupted_in_the_middle(ask, heed, n, more, number):
     """What is there stays, and its figures come where there is a token. The status says what
     stopped it."""
-    before = signal.getsignal(number)
+    heed(number)
     status, out, err = ask(*ONE, *more, "--max-new-tokens", "5", method=stopping(n, number),
                            ranges={"gamma": (1, 2)}, report=lambda run: f"report of {run.tokens}")
-    signal.signal(number, before)
     assert status == 128 + number and err.endswith("\ninterrupted\n") and "Traceback" not in err
     figures = "stopped: 2 tokens in" in err and "report of 2" in err
     assert figures == (out != "") == (n > 0 and not more)
 
 
-def test_a_trace_is_written_of_what_was_decoded(ask, tmp_path):
+def test_a_trace_is_written_of_what_was_decoded(ask, heed, tmp_path):
     """Also after Ctrl-C. If nothing was decoded, an older page stays."""
+    heed(signal.SIGINT)
     page = tmp_path / "x.html"
     argv = [*ONE, "--max-new-tokens", "4", "--trace", str(page)]
     assert ask(*argv, method=stopping(0))[0] == 130 and not page.exists()

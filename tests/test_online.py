@@ -21,7 +21,7 @@ def learner_of(model, draft, kind: str = "forward-kl") -> Learner:
 def test_what_is_kept_is_the_row_that_predicts_the_corrected_token():
     """Of each round in which a guess was rejected, and of no other. Its logits are the target's."""
     model, log, expected, at = tiny("llama"), [], [], len(PROMPT) - 1
-    learner = learner_of(model, near(model, 0.1))
+    learner = learner_of(model, near(model, 0.03))
     text = PROMPT + tokens_of(learner.serve(PROMPT, 4, Sampler(1.0, seed=3), log), 40)
     [(known, failed)] = learner.kept
     for accepted in (record["accepted"] for record in log):

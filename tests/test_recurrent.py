@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
-from common import CachedLM
+from common import CachedLM, InputError
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
 from support.recurrent import KEEP, running
