@@ -60,8 +60,8 @@ def find_fault(folder: Path, said: str) -> str:
     """
     if "trust_remote_code" in said:
         return "it brings code of its own, which is never run here"
-    config = next(folder.rglob("config.json"), None)
     if folder.is_dir() and not (folder / "config.json").exists():
+        config = next(folder.rglob("config.json"), None)
         return f"it has no config.json{f', but {str(config.parent)!r} has' if config else ''}"
     tensors, texts = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.json"))
     for file in [*tensors, *sorted(folder.glob("*.bin")), *texts]:

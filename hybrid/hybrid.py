@@ -56,7 +56,7 @@ import time
 from collections import deque
 from typing import Iterator
 
-from common import CachedLM, Sampler, begin, greedy, walk
+from common import Sampler, begin, greedy, walk
 from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams

@@ -238,9 +238,9 @@ def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedL
     """
     n = len(models)
     require(K >= n, "K", f"{n} or more with {n} drafts", K)
-    prompt = begin(prompt, target, *models)
     most = n * target.vocab  # as many different tokens can all models begin with
     require(rule or K <= most, "K", f"at most {most} at temperature 0", K)
+    prompt = begin(prompt, target, *models)
     turns = [i % n for i in range(K)]  # draft i is drawn by model number turns[i]
     root = prompt[-1]
     unseen = [[root]] * n  # for each model the final tokens that it has not been fed
