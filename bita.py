@@ -172,7 +172,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "", k: int = 5,
         k = RANKS
     elif tree == "chain":
         k = 1
-    tuning = tuning or target.once(("bita", adapter), lambda: load_tuning(adapter, target.model))
+    tuning = tuning or target.once(load_tuning, adapter, target.model)
     masks = tuning.masks.detach().to(target.weight)
     M = len(masks)
     embed = target.model.get_input_embeddings()

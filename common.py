@@ -56,7 +56,8 @@ Step 1 is `begin`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and s
 `CachedLM.commit`. `jacobi`, speculative.py and mjsd.py verify a chain only, in ways of their own.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
-the answer.
+the answer. The limit must keep the text within the model's `max_length`, since no position comes
+after that.
 
 Left out:
     batches                          these methods speed up one text at a time
@@ -221,7 +222,7 @@ class CachedLM:
     passes           for each pass its rows, how many of them the LM head read, and its seconds. A
                      GPU may still be at work after them
     calls            how many passes had rows that the LM head read
-    memo             results of `once`, by name
+    memo             results of `once`, by what was asked for
     owner            the frame of the generator that called `start` last. None: no generator did
     dtype            the model's type, which must stay as it is
     """
@@ -229,8 +230,7 @@ class CachedLM:
 
     def __init__(self, model, vocab: int | None = None):
         self.model, self.windows = model, windows_of(model)
-        listed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_length = listed or 10 ** 9
+        self.max_length = context_length(model)
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
         self.vocab = min(vocab or len(self.weight), len(self.weight))
         self.cache = make_cache(model)
@@ -363,23 +363,35 @@ class CachedLM:
             raise InputError("expected one method at a time on a CachedLM, got one that goes on "
                              "after another has begun")
 
-    def once(self, name, make: Callable):
-        """Return make(), which runs only when this name is asked for the first time.
+    def once(self, make: Callable, *args, **options):
+        """Return make(*args, **options), which runs only the first time it is asked for.
 
-        A method is called anew for each prompt, and prepares here what serves all prompts.
-
-        name   any hashable name; each CachedLM has names of its own
-        make   a function without arguments
+        A method is called anew for each prompt, and prepares here what serves all prompts. All
+        arguments must be hashable.
         """
-        if name not in self.memo:
-            self.memo[name] = make()
-        return self.memo[name]
+        key = make, args, *options.items()
+        if key not in self.memo:
+            self.memo[key] = make(*args, **options)
+        return self.memo[key]
 
 
 def running_generators() -> list:
     """List the frames of the generators that are running now, the innermost first."""
     stack = traceback.walk_stack(inspect.currentframe())
     return [frame for frame, _ in stack if frame.f_code.co_flags & inspect.CO_GENERATOR]
+
+
+def context_length(model) -> int:
+    """Find how many tokens a model is made for.
+
+    With LongRoPE the limit is the original length. Beyond it all keys are turned at another rate,
+    so the keys in the cache would be wrong.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
+    lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
+    return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
 
 
 CACHES = {}  # for kinds of layers with a state the class of their cache: see support/recurrent.py
@@ -631,26 +643,10 @@ def check(model, run_as: type[CachedLM] = CachedLM):
     return model
 
 
-def vocab_size(model, tokenizer) -> int:
-    """Count the logits of a model that stand for tokens: those up to the largest id.
-
-    The number of the tokenizer's entries would be too small where ids have gaps.
-    """
-    return min(len(model.get_output_embeddings().weight), 1 + max(tokenizer.get_vocab().values()))
-
-
 def eos_ids(model, tokenizer) -> set[int]:
     """Collect the tokens that end an answer: the tokenizer's and the generation settings'."""
     listed = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
-
-
-def encode(tokenizer, text: str) -> list[int]:
-    """Turn a prompt into token ids, with the special tokens that the tokenizer adds."""
-    ids = tokenizer.encode(text)
-    if set(ids) <= set(tokenizer.all_special_ids):
-        raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
-    return ids
 
 
 # ------------------------------------------------------------------------- grouped attention

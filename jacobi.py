@@ -164,7 +164,7 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
-    levels    the tokens of each level, level 0 first. An empty list adds nothing
+    levels    the tokens of each level, level 0 first
     ids       the tree's tokens, changed in place
     parents   the tree's parents, changed in place
     returns   the nodes of the last level. The argmaxes after these nodes are the window's new level
@@ -173,8 +173,6 @@ def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> l
     of level 0 are a chain below the root. Every token of a later level hangs below the token that
     stands in the same column one level up.
     """
-    if not levels:
-        return []
     nodes = [0]
     for token in levels[0][1:]:
         ids.append(token)
@@ -216,17 +214,13 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     """Run W columns of Jacobi iteration, and verify up to G n-grams of the pool in the same call.
     Fu et al., Sections 3.1 to 3.3.
 
-    W: columns of the window, 0 or more. 0 leaves the window out, which is prompt lookup
+    W: columns of the window, 1 or more
     N: tokens of an n-gram, 2 or more. The window has N - 1 levels, and a guess has N - 1 tokens
     G: how many n-grams that begin with the root a call verifies, the newest ones, 1 or more
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
 
     Yields chunks of 1 to N tokens; logs as prompt_lookup does, the window counted as rows only.
     """
-    if W == 0 and not prompt_ngrams:
-        raise InputError("--W must be 1 or more with --no-prompt-ngrams, got 0")
-    if W == 0:  # this yields for ever, so nothing below runs
-        yield from prompt_lookup(target, prompt, N=N, G=G, sample=sample, log=log)
     prompt = begin(prompt, target)
     text = []
     chunk = prompt
@@ -269,6 +263,6 @@ def report(run) -> str:
 if __name__ == "__main__":
     from cli.main import main  # the command line is in cli/, a folder of this project
     from cli.trajectory import show_trajectory
-    ranges = {"n": (2, 4, 8, 16, 32), "W": (0, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}
+    ranges = {"n": (2, 4, 8, 16, 32), "W": (1, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}
     sys.exit(main([jacobi, lookahead, prompt_lookup], report, viewers={jacobi: show_trajectory},
                   ranges=ranges))

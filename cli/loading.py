@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import chat_template_utils
 
 import support.recurrent  # noqa: F401  (it adds the cache of recurrent layers to common.py's)
-from common import InputError, encode, eos_ids, load
+from common import InputError, eos_ids, load
 from support.files import check_file, explain_errors, read_json, shorten
 from support.parts import refuse_integers
 from training.loop import Pair
@@ -80,6 +80,14 @@ def find_fault(folder: Path, said: str) -> str:
 
 
 # ------------------------------------------------------------------------------- the prompts
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Turn a prompt into token ids, with the special tokens that the tokenizer adds."""
+    ids = tokenizer.encode(text)
+    if set(ids) <= set(tokenizer.all_special_ids):
+        raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
+    return ids
+
 
 def encode_prompts(model, tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     """Turn prompts into token ids that a model has embeddings for.

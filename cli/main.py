@@ -33,10 +33,10 @@ from cli.options import MODELS, parse_command, parse_decoding, read_options, sel
 from cli.run import Run, TimedLM, count_guesses, doubt_head
 from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import Trace, make_page
-from common import (InputError, KVCache, Sampler, autoregressive, check, eos_ids, make_cache,
-                    vocab_size)
+from common import (InputError, KVCache, Sampler, autoregressive, check, context_length, eos_ids,
+                    make_cache)
 from support.files import check_result, shorten, write_text
-from support.layers import context_length
+from support.layers import vocab_size
 from support.parts import require
 from training.loop import Settings, use_settings
 

@@ -48,9 +48,9 @@ class TimedLM(FeatureLM):
             torch.cuda.synchronize()
         return logits
 
-    def once(self, name, make: Callable):
+    def once(self, make: Callable, *args, **options):
         before, began = self.setup_seconds, time.perf_counter()
-        made = super().once(name, make)
+        made = super().once(make, *args, **options)
         # A `make` that calls `once` itself has added its time already, so it counts once.
         self.setup_seconds = before + time.perf_counter() - began
         return made

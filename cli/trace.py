@@ -125,6 +125,14 @@ class Recorder:
             self.final[lm].pop(place)["kept"].pop()
 
 
+def embed_all(embed: torch.nn.Module) -> torch.Tensor:
+    """Return the first TOLD numbers of the embeddings of all tokens [V, TOLD].
+
+    Some families scale what the weights say, so the module is asked.
+    """
+    return embed(torch.arange(len(embed.weight), device=embed.weight.device))[:, :TOLD]
+
+
 @torch.inference_mode()
 def find_tokens(lm: CachedLM, ids) -> list[int]:
     """Return the tokens of rows.
@@ -135,9 +143,7 @@ def find_tokens(lm: CachedLM, ids) -> list[int]:
     if not torch.is_tensor(ids) or ids.ndim == 1:
         return [int(x) for x in ids]
     embed = lm.model.get_input_embeddings()
-    # Some families scale what the weights say.
-    table = lm.once("embeddings of all tokens", lambda: embed(
-        torch.arange(len(embed.weight), device=embed.weight.device))[:, :TOLD])
+    table = lm.once(embed_all, embed)
     same = [(table == row).all(1).nonzero()[:, 0].tolist() for row in ids[:, :TOLD]]
     return [found[0] if found else -1 for found in same]
 

@@ -14,10 +14,9 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
-from common import vocab_size
 from hybrid.guessers import FLOOR, GUESSES, Trained
 from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
-from support.layers import FeatureLM, depth_of, tap_widths
+from support.layers import FeatureLM, depth_of, tap_widths, vocab_size
 from support.parts import MODELS, save_facts, score_with
 from support.released import some_weights
 from survey.eagle import Pairs

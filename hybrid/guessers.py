@@ -48,10 +48,10 @@ class Trained:
         self.vocab = target.vocab
         self.block = kind == "dflash"
         if self.block:
-            self.part = target.once((kind, path), lambda: load_draft(path, model))
+            self.part = target.once(load_draft, path, model)
         else:
-            self.part = target.once((kind, path), lambda: load_heads(path, kind, model))
-            self.to_logits = target.once((self.part, "logits"), lambda: logits_of(model))
+            self.part = target.once(load_heads, path, kind, model)
+            self.to_logits = target.once(logits_of, model)
         self.depth = self.part.B - 1 if self.block else 1
         self.taps = self.part.taps or [depth_of(model)]
 

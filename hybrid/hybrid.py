@@ -158,15 +158,15 @@ def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "dflash", nodes
     The log's "chances" are those of the guesses.
     """
     require(guess in GUESSES, "guess", ", ".join(GUESSES), guess)
-    store = target.once(("rest", datastore), lambda: load_datastore(datastore, target.model))
-    facts = target.once(("trust", trust), lambda: load_trust(trust, target.model))
+    store = target.once(load_datastore, datastore, target.model)
+    facts = target.once(load_trust, trust, target.model)
     trained = load_guesser(target, guess, adapter, facts, trust)
     pool = facts["pools"][guess]
     prompt = begin(prompt, target, taps=trained.taps if trained else None)
     if trained:
         trained.start(Pairs(target.features, prompt[1:]))
     ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
-    clock = target.once("hybrid", lambda: Clock(target))
+    clock = target.once(Clock, target, of=hybrid)
     recent = deque(maxlen=RECENT)
     while True:
         clock.begin()

@@ -46,14 +46,14 @@ from cli.options import MODELS, parse_decoding, read_options, select_options  # 
 from cli.run import Run, TimedLM, guesses_of  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from cli.trees import MaskTrees  # noqa: E402
-from common import InputError, Sampler, check, eos_ids, vocab_size  # noqa: E402
+from common import InputError, Sampler, check, context_length, eos_ids  # noqa: E402
 from models import tasks  # noqa: E402
 from ouroboros import PhrasePool  # noqa: E402
 from results.tables import TABLES  # noqa: E402
 from hybrid.hybrid import GUESSES  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
 from support.files import check_result  # noqa: E402
-from support.layers import context_length, depth_of  # noqa: E402
+from support.layers import depth_of, vocab_size  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 
 
@@ -422,6 +422,8 @@ def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
     returns  {a row of ours: (the name of the form of `generate` that is nearest to it, the form)}
     """
     peers = {"autoregressive": ("`generate`", Theirs(bench))}
+    if bench.plain("target")._is_stateful:  # with recurrent layers `generate` takes no guesses
+        return peers
     if bench.args.draft:
         peers["speculative --gamma 6"] = ("`generate`, assistant, draft of 6 tokens",
                                           Theirs(bench, "draft"))

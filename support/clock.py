@@ -127,11 +127,12 @@ class Clock:
     lm        the model that verifies, whose passes are the calls
     draft     a model whose passes are the steps of the guessing. Those over the prompt are the
               first notes of what a step takes. None: guesses are free before the first note
+    of        what guesses, by which `once` tells the clocks of a model apart
     calls     the Costs of calls by their rows
     steps     the Costs of steps of the guessing by their rows, with all else in a round
     """
 
-    def __init__(self, lm: CachedLM, draft: CachedLM | None = None):
+    def __init__(self, lm: CachedLM, draft: CachedLM | None = None, of=None):
         slope = SLOPES.get(lm.weight.device.type, SLOPES["cuda"])
         self.lm, self.calls, self.steps = lm, Costs(slope), Costs(slope)
         for rows, _, seconds in draft.passes if draft else ():
@@ -228,3 +229,13 @@ def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], 
             ids.append(guesses[node.rank])
             parents.append(parent)
     return ids, parents
+
+
+def keep_nodes(ids: list[int], parents: list[int], kept: list[int]) -> tuple[list, list]:
+    """Keep some nodes of a tree.
+
+    kept      the nodes, each after its parent; the first one is the root
+    returns   their ids and parents, in this order
+    """
+    new_number = {old: new for new, old in enumerate(kept)}
+    return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]

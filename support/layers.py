@@ -26,17 +26,12 @@ def depth_of(model) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def context_length(model) -> int:
-    """Find how many tokens a model is made for.
+def vocab_size(model, tokenizer) -> int:
+    """Count the logits of a model that stand for tokens: those up to the largest id.
 
-    With LongRoPE the limit is the original length. Beyond it all keys are turned at another rate,
-    so the keys in the cache would be wrong.
+    The number of the tokenizer's entries would be too small where ids have gaps.
     """
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
-    lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
-    return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
+    return min(len(model.get_output_embeddings().weight), 1 + max(tokenizer.get_vocab().values()))
 
 
 def name_of(module: torch.nn.Module, fits: Callable,

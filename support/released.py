@@ -16,9 +16,9 @@ import re
 from pathlib import Path
 from typing import Callable, Sequence
 
-from common import InputError
+from common import InputError, context_length
 from support.files import check_file, explain_errors, read_json
-from support.layers import choose_taps, context_length, depth_of, tap_widths
+from support.layers import choose_taps, depth_of, tap_widths
 from support.parts import Part, belongs, fill, load_trained, match_type, require, some_embeddings
 
 import torch

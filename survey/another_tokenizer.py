@@ -100,7 +100,7 @@ class Translation:
     Raises InputError if few tokens are in both.
     """
 
-    def __init__(self, target: CachedLM, draft: CachedLM, tokenizers: list):
+    def __init__(self, target: CachedLM, draft: CachedLM, tokenizers: tuple):
         self.tokenizers = tokenizers
         size = target.vocab
         of_target = read_bytes(tokenizers[0], size, "--target")
@@ -244,7 +244,7 @@ def another_tokenizer(target: CachedLM, draft: CachedLM, prompt: list[int], *, t
     """
     if draft is target:
         raise InputError("--draft must be a CachedLM of its own, got the target's")
-    translation = draft.once("translation", lambda: Translation(target, draft, tokenizers))
+    translation = draft.once(Translation, target, draft, tuple(tokenizers))
     translated = TranslatedLM(draft, translation, target.vocab)
     return speculative(target, translated, prompt, gamma=gamma, verification=verification,
                        sample=sample, log=log)

@@ -248,7 +248,7 @@ def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int 
     Yields chunks of 1 to gamma + D tail + 1 tokens, with D times --draft; logs {"drafted",
     "accepted"} a round.
     """
-    followers = target.once(("bigrams", grams), lambda: count_bigrams(grams, target.model))
+    followers = target.once(count_bigrams, grams, target.model)
     lms = [target, draft, *more_drafts]
     prompt = begin(prompt, *lms)
     V = target.vocab

@@ -69,7 +69,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
-from support.clock import MOST, Choice, Clock, rank_tokens
+from support.clock import MOST, Choice, Clock, keep_nodes, rank_tokens
 from support.layers import FeatureLM, depth_of, read_taps, tap_widths
 from support.parts import MODELS, Part, follow, save_trained, score_with
 from support.released import describe_dflash, load_head, read_dflash
@@ -217,8 +217,7 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
         # so far can have a child among the n likeliest of all.
         kept = heapq.nlargest(n, range(len(ids)), key=chances.__getitem__)
         leaves = [x for x in kept if x >= newest and chances[x] > 0]
-    new_number = {old: new for new, old in enumerate(kept)}
-    return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
+    return keep_nodes(ids, parents, kept)
 
 
 def plan_block(draft: BlockDraft) -> Iterator[Choice]:
@@ -246,13 +245,13 @@ def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str
              a released one, whose tree has a node for each row of its block if --nodes is 0
     Yields chunks of 1 to B tokens. Logs {"guessed", "accepted"} a call.
     """
-    draft = trained or target.once(("dflash", adapter), lambda: load_draft(adapter, target.model))
+    draft = trained or target.once(load_draft, adapter, target.model)
     prompt = begin(prompt, target, taps=draft.taps)
     root, cache = prompt[-1], KVCache()
     # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
     # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
-    clock = target.once((draft, "clock"), lambda: Clock(target))
+    clock = target.once(Clock, target, of=draft)
     while True:
         n = nodes or clock.choose(lambda: plan_block(draft))
         ids, parents = [root], [-1]

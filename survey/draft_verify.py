@@ -97,16 +97,16 @@ def skip_block(layer, name: str, block, args: tuple, output) -> None:
 
 
 @torch.inference_mode()
-def without(model, skipped: dict[str, list[int]]):
+def without(model, skipped: dict[str, list[int]] | tuple):
     """Make a model that leaves out some blocks of a model. The other blocks share their weights.
 
-    skipped   for each kind of block, "attention" and "mlp", the layers that lack it. Layers are
-              counted from 0
+    skipped   for each kind of block, "attention" and "mlp", the layers that lack it: a dictionary,
+              or its items. Layers are counted from 0
     returns   the new model. The given one stays as it is
     raises    InputError if a layer has no module for a block, as OPT has none for its MLP
     """
     new = share_weights(model)
-    for kind, numbers in skipped.items():
+    for kind, numbers in dict(skipped).items():
         for number in numbers:
             layer = list_layers(new)[number]
             name = name_of(layer, lambda x: re.search(BLOCKS[kind], type(x).__name__),
@@ -153,8 +153,9 @@ def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, thresho
     layer. In Python, `skipped` may name the blocks in place of the file: for each kind of block,
     "attention" and "mlp", the layers that lack it.
     """
-    draft = target.once(("draft_verify", blocks, repr(skipped)), lambda: type(target)(
-        without(target.model, skipped or load_blocks(blocks, target.model)), target.vocab))
+    skipped = skipped or target.once(load_blocks, blocks, target.model)
+    pairs = tuple((kind, tuple(numbers)) for kind, numbers in skipped.items())
+    draft = target.once(type(target), target.once(without, target.model, pairs), target.vocab)
     layers_of_target = depth_of(target.model)
     blocks_skipped = sum(isinstance(part, Skipped) for part in draft.model.modules())
     layers_of_draft = layers_of_target - blocks_skipped / 2

@@ -56,7 +56,7 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, check, greedy, walk
-from support.clock import MOST, RANKS, Choice, Clock, best_tree, rank_tokens
+from support.clock import MOST, RANKS, Choice, Clock, best_tree, keep_nodes, rank_tokens
 from support.layers import FeatureLM
 from support.parts import MODELS, Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle
@@ -127,6 +127,10 @@ class EagleLayer(Part):
         self.to(model.device)
         lm.set_input_embeddings(table)
         lm.set_output_embeddings(head)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained and kept in a file, by the names of released files."""
+        return {name.removeprefix("lm.model."): p for name, p in super().trainable().items()}
 
     def keep(self, vocab: list[int]) -> None:
         """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
@@ -254,8 +258,7 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
             chances += [chances[node] * p for p in factors]
         kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
     lm.truncate(lm.length)  # rows that read guessed features never join the context
-    new_number = {old: new for new, old in enumerate(kept)}
-    return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
+    return keep_nodes(ids, parents, kept)
 
 
 def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
@@ -272,14 +275,14 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str 
              --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    draft = trained or target.once(("eagle", adapter), lambda: load_draft(adapter, target.model))
+    draft = trained or target.once(load_draft, adapter, target.model)
     yield from decode(target, draft, prompt, nodes, sample, log)
 
 
 def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, sample: Sampler,
            log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 has this loop, too."""
-    lm = target.once((draft, "cached"), lambda: type(target)(draft.lm, target.vocab))
+    lm = target.once(type(target), draft.lm, target.vocab)
     prompt = begin(prompt, target, taps=draft.taps)
     lm.start([])
     root = prompt[-1]
@@ -290,7 +293,7 @@ def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, 
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
     n = nodes or RELEASED_NODES
     levels = scale_levels(n, min(LEVELS, n - 1))
-    clock = target.once((draft, "clock"), lambda: Clock(target, lm))
+    clock = target.once(Clock, target, lm, of=draft)
     choices = [*plan_eagle(draft)] if nodes == 0 and draft.accept else []
     while True:
         if choices:
@@ -364,8 +367,7 @@ def load_draft(path: str | Path, model) -> EagleLayer:
     if is_released(path):
         config, tensors = read_eagle(str(path), model)
         draft = EagleLayer(model, config, "fc.bias" in tensors)
-        named = {name.removeprefix("lm.model."): p for name, p in draft.trainable().items()}
-        return fill_layer(draft, named, tensors, str(path), model)
+        return fill_layer(draft, draft.trainable(), tensors, str(path), model)
     return load_trained(path, EagleLayer.title, model,
                         lambda header: EagleLayer(model, LlamaConfig(**header["config"])))
 

@@ -244,7 +244,7 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
              --nodes is 0
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    draft = trained or target.once(("eagle3", adapter), lambda: load_draft(adapter, target.model))
+    draft = trained or target.once(load_draft, adapter, target.model)
     yield from decode(target, draft, prompt, nodes, sample, log)
 
 

@@ -113,8 +113,8 @@ def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, exit: st
     In the log "layers" is how many layers ran one after the other. In Python, `trained` may be an
     Exit, which takes the place of the file.
     """
-    trained = trained or target.once(("exit", exit), lambda: load_exit(exit, target.model))
-    early, late = target.once((trained, "halves"), lambda: split_layers(target, trained.E, trained))
+    trained = trained or target.once(load_exit, exit, target.model)
+    early, late = target.once(split_layers, target, trained.E, trained)
     yield from self_speculate(target, early, late, prompt, gamma, sample, log)
 
 

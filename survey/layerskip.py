@@ -148,11 +148,11 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
     In the log "layers" is how many layers ran one after the other.
     """
     require(E > 0 or tuning, "E", "1 or more without --tuning", E)
-    model, tuned_E = target.once(("layerskip", tuning), lambda: load_tuned(tuning, target.model))
+    model, tuned_E = target.once(load_tuned, tuning, target.model)
     target.memo["writer"] = model
     E = E or tuned_E
-    early, late = target.once(
-        (model, E), lambda: split_layers(type(target)(model, target.vocab), E))
+    writer = target.once(type(target), model, target.vocab)
+    early, late = target.once(split_layers, writer, E)
     yield from self_speculate(target, early, late, prompt, gamma, sample, log)
 
 

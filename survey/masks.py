@@ -103,7 +103,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
 
     `trained` is used instead of the file.
     """
-    trained = trained or target.once(("pass", tokens), lambda: load_tuning(tokens, target.model))
+    trained = trained or target.once(load_tuning, tokens, target.model)
     lookahead = trained.masks.detach().to(target.weight)  # [L, d]
     require(trained.prompts.numel() == 0, "tokens", "a file without prompt tokens", repr(tokens))
     require(L <= len(lookahead), "L", f"at most {len(lookahead)}", L)
@@ -143,12 +143,12 @@ def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
 
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
     """
-    lm, mask, all_right = target.once(("space", tuning), lambda: load_space(tuning, target))
+    lm, mask, all_right = target.once(load_space, tuning, target)
     target.memo["writer"] = lm.model
     embed = lm.model.get_input_embeddings()
     prompt = begin(prompt, lm)
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
-    clock = target.once(("space clock", tuning), lambda: Clock(target))
+    clock = target.once(Clock, target, of=lm)
     own = k  # the option; 0 lets the clock choose
     root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none

@@ -109,6 +109,14 @@ class Heads(Part):
         self.vocab = torch.arange(V, device=self.lm_head.weight.device)
         self.row_of = self.vocab  # until `keep` is called, token i has row i
 
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained and kept in a file. Medusa's has the names of released files."""
+        if self.kind == "hydra":
+            return super().trainable()
+        named = {f"{k}.0.linear.{name}": p for k, layer in enumerate(self.W)
+                 for name, p in layer.named_parameters()}
+        return named | {f"{k}.1.weight": head.weight for k, head in enumerate(self.lm_heads)}
+
     def keep(self, vocab: list[int]) -> None:
         """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
         self.vocab = self.vocab[vocab]
@@ -274,7 +282,7 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     """
     require(heads in KINDS, "heads", "medusa or hydra", heads)
     file = adapter or f"{MODELS}/{heads}.safetensors"
-    trained = trained or target.once((heads, file), lambda: load_heads(file, heads, target.model))
+    trained = trained or target.once(load_heads, file, heads, target.model)
     prompt = begin(prompt, target)
     root = prompt[-1]
     f = target.features[-1:]  # [1, d], the feature of the token before the root
@@ -282,7 +290,7 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
         f = torch.zeros_like(trained.W[0].bias)[None]
     # A plan has no tokens, which differ in each round. The clock cuts it (Section 2.3.3).
     whole = plan_medusa_tree(trained, nodes or MOST)
-    clock = target.once((trained, "clock"), lambda: Clock(target))
+    clock = target.once(Clock, target, of=trained)
     cuts = nodes == 0 and trained.accept != []
     while True:
         tree = clock.choose(lambda: list_sizes(whole)) if cuts else whole
@@ -400,16 +408,8 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
         tensors = {name: x for name, x in tensors.items() if name not in known}
     K = sum(name.endswith(".linear.weight") for name in tensors)
     trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
-    fill(name_released(trained), tensors, path)
+    fill(trained.trainable(), tensors, path)
     return match_type(trained, model)
-
-
-def name_released(trained: Heads) -> dict[str, torch.nn.Parameter]:
-    """Return what is kept of Medusa heads by the names of released files, which count from 0."""
-    named = {}
-    for k, layer in enumerate(trained.W):
-        named |= {f"{k}.0.linear.{name}": p for name, p in layer.named_parameters()}
-    return named | {f"{k}.1.weight": head.weight for k, head in enumerate(trained.lm_heads)}
 
 
 if __name__ == "__main__":

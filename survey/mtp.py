@@ -248,7 +248,7 @@ def mtp(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
              the target's own files, and for the embedded target models/mtp.safetensors
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
-    draft = trained or target.once(("mtp", adapter), lambda: load_draft(adapter, target.model))
+    draft = trained or target.once(load_draft, adapter, target.model)
     yield from decode(target, draft, prompt, nodes, sample, log)
 
 

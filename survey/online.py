@@ -32,9 +32,9 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, Sampler, greedy
+from common import CachedLM, Sampler, context_length, greedy
 from speculative import speculative
-from support.layers import FeatureLM, context_length, move_counts
+from support.layers import FeatureLM, move_counts
 from support.parts import require, score_with
 from training.loop import Training, divergence_in_parts
 
@@ -144,8 +144,7 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
     """
-    learner = draft.once(("online", target, divergence, lr),
-                         lambda: Learner(target, draft, divergence, lr))
+    learner = draft.once(Learner, target, draft, divergence, lr)
     # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken.
     if len(learner.kept) >= every:
         learner.learn()

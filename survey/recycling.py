@@ -110,7 +110,7 @@ def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
     successors.read(prompt)
     prompt = begin(prompt, target)
     root = prompt[-1]
-    clock = target.once("recycling", lambda: Clock(target))
+    clock = target.once(Clock, target, of=recycling)
     while True:
         # Plan: the likeliest tree by how often each successor was right so far.
         accept = [successors.rates()] * DEPTH

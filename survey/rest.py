@@ -71,9 +71,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, begin, greedy, trie, walk
+from common import CachedLM, InputError, Sampler, begin, context_length, greedy, trie, walk
 from support.clock import Choice, Clock
-from support.layers import context_length
 from support.parts import MODELS, explain_errors, follow, load_part, require, save_part
 from training.loop import collect_answers
 
@@ -284,15 +283,14 @@ def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = 
 
     `store` is used instead of the file. If it has no `tokens_per_call`, `nodes` must be given.
     """
-    store = store or target.once(("rest", datastore),
-                                 lambda: load_datastore(datastore, target.model))
+    store = store or target.once(load_datastore, datastore, target.model)
     require(nodes > 0 or store.tokens_per_call is not None, "nodes",
             "1 or more for a store without tokens_per_call", nodes)
     prompt = begin(prompt, target)
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]
-    clock = target.once((store, grow), lambda: Clock(target))
+    clock = target.once(Clock, target, of=(store, grow))
     while True:
         # Look up what followed the end of the text elsewhere.
         n = nodes or clock.choose(lambda: plan_rest(store, grow))

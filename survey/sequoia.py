@@ -67,9 +67,10 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, begin, eos_ids, greedy, until, vocab_size, walk
+from common import (CachedLM, InputError, Sampler, begin, context_length, eos_ids, greedy, until,
+                    walk)
 from support.clock import Choice, Clock
-from support.layers import context_length
+from support.layers import vocab_size
 from support.parts import MODELS, draft_for, load_facts, require, save_facts
 
 import torch
@@ -365,15 +366,14 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     the same tokens only if nodes and depth are given, because the clock chooses anew in each run.
     """
     require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
-    measured = target.once((rates, draft.model),
-                           lambda: load_rates(rates, target.model, draft.model))
+    measured = target.once(load_rates, rates, target.model, draft.model)
     nearest = min(measured, key=lambda t: abs(t - sample.temperature))
     P = measured[nearest]
     prompt = begin(prompt, target, draft)
     sizes = (nodes,) if nodes else RANGES["nodes"]
     depths = (depth,) if depth else RANGES["depth"]
     choices = plan_sequoia(P, sizes, depths)
-    clock = target.once(("sequoia", draft, P, sizes, depths), lambda: Clock(target, draft))
+    clock = target.once(Clock, target, draft, of=(P, sizes, depths))
     yield from decode(target, draft, prompt[-1], choices, clock, sample, log)
 
 

@@ -23,10 +23,11 @@ from safetensors import SafetensorError
 
 from cli.files import read_prompts
 from cli.graphs import GraphedLM
+from cli.loading import encode
 from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run, TimedLM
-from common import CachedLM, InputError, autoregressive, encode, greedy
+from common import CachedLM, InputError, autoregressive, greedy
 from helpers import ROOT, forget_project, fork, loaded, main, script, tokens_of
 from speculative import speculative
 from support.files import FIGURES, check_result
@@ -395,7 +396,7 @@ speculative --max-new-tokens 0
 speculative --device cuda:99
 speculative --chat
 speculative --draft a --draft b
-jacobi --method lookahead --W 0 --no-prompt-ngrams
+jacobi --method lookahead --W 0
 mjsd --method mjgd --temperature 1
 bita --tree oak
 bita train --data {odd}/pairs --prompts models/examples.jsonl

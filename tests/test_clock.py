@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cli.loading import encode
 from cli.run import TimedLM
 from cli.trees import MaskTrees
-from common import encode
 from families import tiny
 from support.clock import Choice, Clock, Costs, best_tree
 from support.layers import FeatureLM
@@ -127,6 +127,6 @@ def test_what_is_made_once_is_set_up(seconds):
     def make():
         seconds[0] += 3
         return seconds[0]
-    assert [lm.once("x", make), lm.once("x", make)] == [3, 3]
-    assert lm.once("outer", lambda: lm.once("inner", make)) == 6
+    assert [lm.once(make), lm.once(make)] == [3, 3]
+    assert lm.once(lambda: lm.once(lambda: make())) == 6
     assert (lm.setup_seconds, lm.seconds) == (6, 0)

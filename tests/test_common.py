@@ -12,14 +12,13 @@ from transformers.generation.logits_process import (TemperatureLogitsWarper, Top
 from cli.graphs import GraphedLM
 from cli.loading import load_checked
 from cli.run import Run, TimedLM
-from common import (CachedLM, InputError, KVCache, Sampler, autoregressive, check, eos_ids, greedy,
-                    load, trie, until, walk)
+from common import (CachedLM, InputError, KVCache, Sampler, autoregressive, check, context_length,
+                    eos_ids, greedy, load, trie, until, walk)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, OTHERS, VOCAB, tiny
 from helpers import ROOT, prefill
 from laws import chi_square_ok
 from speculative import speculative
-from support.layers import context_length
 from survey.another_tokenizer import another_tokenizer
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)

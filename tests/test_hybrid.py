@@ -14,7 +14,9 @@ from hybrid.hybrid import grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
 from support.clock import RANKS
 from support.layers import FeatureLM
+from survey.dflash import load_draft
 from survey.eagle import Pairs
+from survey.medusa import load_heads
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from test_lossless import FILES, METHODS
@@ -24,11 +26,13 @@ POOL = [3.0, 0.5, 0.5]
 
 
 def random_part(model, kind: str):
-    """Make a random part of a kind, and a target that finds it under ("KIND", "part")."""
+    """Make a random part of a kind, and a target that finds it in the file "part"."""
     target = FeatureLM(model)
     ours, others = METHODS[kind](model), METHODS["hybrid, dflash"](model)
-    target.memo = {(kind, "part"): ours.options["trained"]} | others.memo(target)
-    return target, target.memo[kind, "part"]
+    part = ours.options["trained"]
+    target.memo = others.memo(target) | {(load_draft, ("part", model)): part,
+                                         (load_heads, ("part", kind, model)): part}
+    return target, part
 
 
 # ----------------------------------------------------------------------------------- n-grams

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from cli.loading import encode_data, encode_pair, encode_prompts, load_checked
-from common import CachedLM, InputError, autoregressive, load, vocab_size
+from common import CachedLM, InputError, autoregressive, context_length, load
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import ROOT, fork, script, tokens_of
-from support.layers import context_length
+from support.layers import vocab_size
 
 
 @pytest.fixture

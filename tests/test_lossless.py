@@ -126,8 +126,14 @@ def trusting(model, part=None, kind: str = "none") -> Callable:
     known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5]},
              "parts": {kind: some_weights(part.requires_grad_())} if part else {}}
     store = store_of(own_texts(model))
-    return lambda target: {("rest", "store"): store, ("trust", "trust"): known,
-                           (kind, "part"): part}
+
+    def prepare(target):
+        of = target.model
+        return {(rest.load_datastore, ("store", of)): store,
+                (hybrid.load_trust, ("trust", of)): known,
+                (dflash.load_draft, ("part", of)): part,
+                (medusa.load_heads, ("part", kind, of)): part}
+    return prepare
 
 
 def tuning_of(model, P: int, M: int) -> bita.Tuning:
@@ -221,7 +227,7 @@ METHODS = {
         masks.pass_sampling, dict(L=3, trained=tuning_of(model, 0, 3)), few=dict(L=1)),
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
-        memo=lambda target: {("space", "own"): (
+        memo=lambda target: {(masks.load_space, ("own", target)): (
             type(target)(near(model, 0.1), target.vocab),
             near(model, 0.5).get_input_embeddings().weight[:1].detach(), [0.5] * 3)}),
     "online": lambda model: Line(
@@ -238,7 +244,8 @@ METHODS = {
     "sequoia": lambda model: Line(
         sequoia.sequoia, dict(nodes=9, depth=4, rates="own"), [near(model, 0.05)],
         dict(nodes=6, depth=2), vocab=2,
-        memo=lambda target: {("own", near(model, 0.05)): {0.0: (0.6, 0.3, 0.1)}}),
+        memo=lambda target: {(sequoia.load_rates, ("own", target.model, near(model, 0.05))): {
+            0.0: (0.6, 0.3, 0.1)}}),
 }
 REFUSED = {  # families that a method says it cannot run
     "bita": ["deepseek-v3", *RECURRENT], "bita, full tree": [*RECURRENT], "pass": [*RECURRENT],
@@ -509,7 +516,7 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
     for family in {*SIX} - {*REFUSED.get(name, [])}:
         model = model_of(family)
         line = METHODS[name](model)
-        memo = {("own", model): {0.0: (0.9, 0.1)}}
+        memo = {(sequoia.load_rates, ("own", model, model)): {0.0: (0.9, 0.1)}}
         line = line._replace(drafts=[model for _ in line.drafts], memo=lambda _: memo)
         chunks = chunks_of(line, TimedLM(model), PROMPT, sample=sample, **options)
         assert min(len(next(chunks)) for _ in range(6)) >= whole, family

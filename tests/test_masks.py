@@ -42,7 +42,7 @@ def test_space_guesses_from_what_training_sees(monkeypatch):
     mask = tuning_of(model, 0, 1).masks
     monkeypatch.setattr(module, "greedy", lambda x: made.append(x.argmax(-1).tolist()) or made[-1])
     text, target = [5, 3, 4, 1, 2, 6], CachedLM(model)
-    target.memo["space", "own"] = CachedLM(model), mask, []
+    target.memo[module.load_space, ("own", target)] = CachedLM(model), mask, []
     chunks = space(target, text, k=2, tuning="own", sample=Sampler(1.0))
     for _ in range(9):
         chunk = next(chunks)

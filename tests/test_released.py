@@ -243,7 +243,7 @@ def test_a_head_decodes_with_the_released_tree(tmp_path, embedded, name):
     next(method(target, TEXT, adapter=adapter, nodes=7, log=log))
     assert {record["guessed"] for record in log[:-1]} == {kind.guesses}
     assert log[-1]["guessed"] == 6
-    part = target.memo[name, adapter]
+    [part] = [x for key, x in target.memo.items() if adapter in key[1]]
     for scale in (1.01, 1.1):
         assert is_head([x * scale for x in some_weights(part)], part) == (scale < 1.05)
 

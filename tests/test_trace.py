@@ -6,9 +6,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from cli.loading import encode
 from cli.run import Run, TimedLM
 from cli.trace import PAGE, Trace, make_page
-from common import autoregressive, encode, greedy
+from common import autoregressive, greedy
 from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
 from picture import draw_picture

@@ -51,9 +51,9 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import InputError, eos_ids, until
+from common import InputError, context_length, eos_ids, until
 from support.files import explain_errors, read_kept, write_whole
-from support.layers import context_length, tap_layers
+from support.layers import tap_layers
 from support.parts import require
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
@@ -501,15 +501,17 @@ def divergence(kind: str, target_logits, draft_logits):
     if kind == "cross-entropy":
         return F.cross_entropy(draft_logits, target_logits.softmax(-1), reduction="none")
     log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
-    if kind == "forward-kl":  # It needs no q, which saves memory where V is large.
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    p, q = log_p.exp(), log_q.exp()
+
+    def kl(log_a, log_b):  # PyTorch takes the two in the other order
+        return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
+    if kind == "forward-kl":
+        return kl(log_p, log_q)
     if kind == "reverse-kl":
-        return (q * (log_q - log_p)).sum(-1)
+        return kl(log_q, log_p)
     if kind == "jsd":
-        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
-        return 0.5 * (p * (log_p - log_m)).sum(-1) + 0.5 * (q * (log_q - log_m)).sum(-1)
-    return 0.5 * (p - q).abs().sum(-1)
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
 def cosine(done: int, steps: int) -> float:
