@@ -27,7 +27,7 @@ y(1), which is wrong from its third token on:
 Up to a1 teacher and student are the same nodes, and D is 0 there. The token after a block is not
 part of the block, so no D compares it. So x3 is no node of the tree. Only the last token of y(2)
 is wrong, so y(2) adds nothing to the loss. One forward pass over such a tree evaluates an answer
-and states of all its blocks. A plain pass for each state takes four times as long.
+and states of all its blocks. A pass for each state would read the same tokens again and again.
 
 Decoding is lossless for the trained model, greedily and at a temperature. But training changes what
 the model says, and repetitive text decodes fast. So measure the quality of the text with the speed.

@@ -53,7 +53,8 @@ The life of a round, with this tree:
                  the root of the next round, which begins with step 2.
 
 Step 1 is `begin`, steps 3 and 4 are `CachedLM.forward`, step 5 is `walk`, and step 6 is
-`CachedLM.commit`. `jacobi`, speculative.py and mjsd.py verify a chain only, in ways of their own.
+`CachedLM.commit`. `jacobi`, cllm.py, speculative.py and mjsd.py verify a chain only, in ways of
+their own.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
 the answer. The limit must keep the text within the model's `max_length`, since no position comes
@@ -428,23 +429,24 @@ def windows_of(model) -> dict[str, int | None]:
     return {kind: known[kind] for kind in kinds}
 
 
-def attention_mask(windows: dict, visible, rows, slots, like: torch.Tensor):
+def attention_mask(windows: dict, visible, row_places, slot_places, like: torch.Tensor):
     """Make the mask that a model adds to its attention scores.
 
     It is 0 where a row sees a slot, and -inf elsewhere.
 
-    windows   for each kind of layer its window, as `windows_of` gives them
-    visible   bool [B, n, m], what each row may see apart from windows
-    rows      [B, n], the positions of the rows. A window hides what lies too far before them
-    slots     [B, m], the positions of what is in the slots
-    like      a tensor of the wanted type and device
-    returns   [B, 1, n, m]; for several kinds of layers a dictionary of such masks
+    windows       for each kind of layer its window, as `windows_of` gives them
+    visible       bool [B, n, m], what each row may see apart from windows
+    row_places    [B, n], the positions of the rows. A window hides what lies too far before them
+    slot_places   [B, m], the positions of what is in the slots
+    like          a tensor of the wanted type and device
+    returns       [B, 1, n, m]; for several kinds of layers a dictionary of such masks
     """
     masks = {}
     for kind, window in windows.items():
-        seen = visible if window is None else visible & (rows[..., None] - slots[:, None] < window)
+        far = row_places[..., None] - slot_places[:, None]
+        seen = visible if window is None else visible & (far < window)
         masks[kind] = torch.where(seen[:, None], 0.0, -torch.inf).to(like)
-    return masks if len(masks) > 1 else masks[kind]
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 # ---------------------------------------------------------------------------------- sampling

@@ -81,14 +81,6 @@ def find_fault(folder: Path, said: str) -> str:
 
 # ------------------------------------------------------------------------------- the prompts
 
-def encode(tokenizer, text: str) -> list[int]:
-    """Turn a prompt into token ids, with the special tokens that the tokenizer adds."""
-    ids = tokenizer.encode(text)
-    if set(ids) <= set(tokenizer.all_special_ids):
-        raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
-    return ids
-
-
 def encode_prompts(model, tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     """Turn prompts into token ids that a model has embeddings for.
 
@@ -100,7 +92,9 @@ def encode_prompts(model, tokenizer, texts: list[str], chat: bool) -> list[list[
     found = []
     for text in texts:
         text.encode()  # UnicodeError for halves of characters, which no tokenizer takes
-        ids = encode(tokenizer, text)
+        ids = tokenizer.encode(text)  # with the special tokens that the tokenizer adds
+        if set(ids) <= set(tokenizer.all_special_ids):
+            raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
         if chat:
             ids = tokenizer.encode(fill_template(tokenizer, text), add_special_tokens=False)
         if max(ids) >= rows:

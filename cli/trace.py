@@ -83,10 +83,10 @@ class Recorder:
         """Return what takes the place of `CachedLM.once`, whose calls are not written down."""
         original = CachedLM.once
 
-        def once(*given):
+        def once(*given, **options):
             self.loading += 1
             try:
-                return original(*given)
+                return original(*given, **options)
             finally:
                 self.loading -= 1
         return once

@@ -390,14 +390,14 @@ def distil(model, tokenizer, prompts: list[list[int]], *, layers: list[int], out
     fit("distil", draft, lambda rng: loss_on(data, rng), lambda rng: loss_on(held_out, rng),
         (digest(model.state_dict()), layers, batch, data), lr=lr, steps=steps, work=work,
         models=(model, draft))
-    guessed, accepted = measure_agreement(model, draft, held_out)
+    guessed, accepted = measure_draft(model, draft, held_out)
     print(f"on {len(held_out)} held-out answers: {guessed:.3f} of the tokens guessed, 1 - TVD "
           f"{accepted:.3f}")
     save_model(out, draft.to(torch.bfloat16), tokenizer)
 
 
 @torch.inference_mode()
-def measure_agreement(target, draft, pairs: list[Pair]) -> tuple[float, float]:
+def measure_draft(target, draft, pairs: list[Pair]) -> tuple[float, float]:
     """Measure on the tokens of answers how often two models agree.
 
     returns  the share of tokens that both choose, and the mean of 1 - TVD
@@ -415,14 +415,14 @@ def measure_agreement(target, draft, pairs: list[Pair]) -> tuple[float, float]:
 
 # ------------------------------------------------------------------------------------ figures
 
-def measure_acceptance(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]:
+def measure_pair(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]:
     """Measure on the target's answers to prompts how often it would accept the draft's guesses.
 
     returns  greedy, the share of greedy answers' tokens that the draft chooses as well, and
              sampled, the mean of 1 - TVD on answers that are sampled at temperature 1
     """
     torch.manual_seed(0)
-    greedy, sampled = (measure_agreement(target, draft, answer_prompts(
+    greedy, sampled = (measure_draft(target, draft, answer_prompts(
         target, tokenizer, prompts, temperature)) for temperature in (0.0, 1.0))
     return {"greedy": round(greedy[0], 4), "sampled": round(sampled[1], 4)}
 
@@ -482,7 +482,7 @@ def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
                      for name in ("target", "draft"))
     prompts = [e.prompt for e in itertools.islice(mix_examples("test", 1), 150)]
     figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
-               "acceptance": measure_acceptance(target, draft, tokenizer, prompts)}
+               "acceptance": measure_pair(target, draft, tokenizer, prompts)}
     lines = json.dumps(figures, indent=1)
     write_text(HERE / "evaluation.json", lines + "\n")
     print(lines)

@@ -153,12 +153,12 @@ def make_model(shape: dict, device: str):
     return check(model.eval())
 
 
-def collect_answers(model, tokenizer, prompts: list, *, steps: int, lr: float, out: Path) -> None:
+def run_answers(model, tokenizer, prompts: list, *, steps: int, lr: float, out: Path) -> None:
     """Answer a whole batch of prompts. At the last of its tokens the cache is largest."""
     training.answer_all(model, {2}, [prompt + answer[:-2] for prompt, answer in prompts], 2)
 
 
-COMMANDS = {"answers": collect_answers, "medusa": medusa.train, "bita": bita.train,
+COMMANDS = {"answers": run_answers, "medusa": medusa.train, "bita": bita.train,
             "pass": masks.train, "space": masks.tune, "exit": early_exit.train,
             "eagle": eagle.train, "eagle3": eagle3.train, "layerskip": layerskip.tune}
 LINES = ["medusa --heads hydra", *COMMANDS]  # the slow ones last

@@ -10,7 +10,7 @@ def vary(line: str, option: str, *values: float) -> list[str]:
     return [f"{line} --{option} {value}" for value in values]
 
 
-def list_sizes(*lines: str) -> list[str]:
+def vary_nodes(*lines: str) -> list[str]:
     """Return command lines with trees of several sizes."""
     return [row for line in lines for row in vary(line, "nodes", 4, 8, 16, 32, 64)]
 
@@ -24,13 +24,13 @@ TABLES = {
     "bita": ["bita", "bita --tree chain", *vary("bita --tree efficient", "k", 1, 3, 5),
              *vary("bita --tree full", "k", 1, 2, 4)],
     "mjsd": [*vary("mjsd", "gamma", 2, 4, 6), *vary("mjsd", "tau", 0.1, 0.5, 0.9), "mjgd"],
-    "medusa": list_sizes("medusa", "medusa --heads hydra"),
-    "eagle": list_sizes("eagle"),
-    "eagle3": list_sizes("eagle3"),
-    "dflash": list_sizes("dflash"),
-    "sequoia": list_sizes("sequoia"),
-    "rest": [*list_sizes("rest", "rest --no-grow"), *vary("rest", "alpha", 1, 2, 4)],
-    "recycling": list_sizes("recycling"),
+    "medusa": vary_nodes("medusa", "medusa --heads hydra"),
+    "eagle": vary_nodes("eagle"),
+    "eagle3": vary_nodes("eagle3"),
+    "dflash": vary_nodes("dflash"),
+    "sequoia": vary_nodes("sequoia"),
+    "rest": [*vary_nodes("rest", "rest --no-grow"), *vary("rest", "alpha", 1, 2, 4)],
+    "recycling": vary_nodes("recycling"),
     "masks": [*vary("pass_sampling", "L", 1, 2, 3, 4, 5), *vary("space", "k", 0, 1, 2, 3)],
     "layerskip": ["early_exit", "draft_verify --no-adaptive", *vary("layerskip", "gamma", 3, 6, 9)],
     "cascade": [f"cascade --gamma {g} --inner {i} --tail {t}" for g, i, t in (

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import Parser, run_script  # it sets the path for what follows
 from common import InputError
-from support.files import write_text as write_file
+from support.files import write_text
 
 STYLE = """
 svg { background: #ffffff; font: 20px system-ui, "Segoe UI", Arial, sans-serif; }
@@ -106,7 +106,7 @@ def write_svg(width: int, height: int, title: str, style: str, parts: list[str])
             f"<style>{style}</style>\n" + "\n".join(parts) + "\n</svg>\n")
 
 
-def write_text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
+def draw_text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
     """Write a line of text as SVG, whose letters stand on the height y."""
     return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}'
             '</text>')
@@ -142,15 +142,15 @@ def draw_axes(box: tuple, along: tuple, up: tuple, words: tuple[str, str],
     def place(x: float, y: float) -> tuple[float, float]:
         return (np.interp(scale(x), scale([along[0], along[-1]]), [left, right]),
                 np.interp(scale(y), scale([up[0], up[-1]]), [bottom, top]))
-    parts = [write_text(left, top - 32, words[0]),
-             write_text((left + right) / 2, bottom + 50, words[1], "middle", "small")]
+    parts = [draw_text(left, top - 32, words[0]),
+             draw_text((left + right) / 2, bottom + 50, words[1], "middle", "small")]
     for tick in along:
         x, _ = place(tick, up[0])
-        parts.append(write_text(x, bottom + 24, f"{tick:g}", "middle", "small"))
+        parts.append(draw_text(x, bottom + 24, f"{tick:g}", "middle", "small"))
     for tick in up:
         _, y = place(along[0], tick)
         parts += [draw_line((left, y), (right, y), kind="grid"),
-                  write_text(left - 10, y + 6, f"{tick:g}", "end", "small")]
+                  draw_text(left - 10, y + 6, f"{tick:g}", "end", "small")]
     return parts, place
 
 
@@ -168,7 +168,7 @@ def draw_labels(box: tuple, labels: list[tuple]) -> list[str]:
         height = top + (i + 0.5) / len(labels) * (bottom - top)
         lines.append(draw_line(point, (right + 18, height)))
         marks += [draw_mark(name, *point), draw_mark(name, right + 32, height),
-                  write_text(right + 46, height + 6, text)]
+                  draw_text(right + 46, height + 6, text)]
     return lines + marks
 
 
@@ -195,7 +195,7 @@ def draw_plane(curves: list[Curve]) -> list[str]:
         if last > 1:
             x, y = place(last, last * speed)
             parts += [draw_line(place(1, speed), (x, y), kind="thin dots"),
-                      write_text(x, y - 8, f"{speed:g}×", "middle", "small")]
+                      draw_text(x, y - 8, f"{speed:g}×", "middle", "small")]
     return parts + draw_labels(PLANE, [
         (curve.name, f"{curve.name} {curve.speed:.2f}×", place(curve.cost, curve.tokens))
         for curve in curves])
@@ -205,8 +205,8 @@ def draw_figure(curves: list[Curve]) -> str:
     """Draw the figure of some drafters as an SVG picture."""
     if not curves:
         raise InputError("expected drafters with enough rounds for a picture, got none")
-    parts = [write_text(60, 28, "How often a guess is right, if those before it were", kind="head"),
-             write_text(PLANE[0], 28, "What a round costs, and what it gives", kind="head")]
+    parts = [draw_text(60, 28, "How often a guess is right, if those before it were", kind="head"),
+             draw_text(PLANE[0], 28, "What a round costs, and what it gives", kind="head")]
     for (title, names), (left, top) in zip(GROUPS.items(), PANELS):
         parts += draw_panel([curve for curve in curves if curve.name in names], left, top, title)
     parts += draw_plane(curves)
@@ -216,7 +216,7 @@ def draw_figure(curves: list[Curve]) -> str:
 def main() -> None:
     Parser(description=__doc__.partition("\n")[0]).parse_args()
     for file, curves in read_figures(PAGE.read_text(encoding="utf-8")).items():
-        write_file(PAGE.with_name(file), draw_figure(curves))
+        write_text(PAGE.with_name(file), draw_figure(curves))
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def convolve(hidden_states, weight, bias=None, activation=None, **_) -> torch.Te
     return out.to(hidden_states.dtype)
 
 
-def read_tree(q, k, v, g, beta=None) -> torch.Tensor:
+def read_states(q, k, v, g, beta=None) -> torch.Tensor:
     """Read the new nodes into a layer's rows, and let each query read the states on its path.
 
     q, k      [n, H, d_k]
@@ -214,7 +214,7 @@ def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
     g = g if g.ndim == 3 else g[..., None]
-    out = read_tree(q * q.shape[-1] ** -0.5, k, v, g, beta[..., None])
+    out = read_states(q * q.shape[-1] ** -0.5, k, v, g, beta[..., None])
     return out[None].to(query.dtype), out  # it is asked for a state too, which no one reads
 
 
@@ -226,7 +226,7 @@ def mamba2(hidden_states, dt, A, B, C, D=None, dt_bias=None, dt_softplus=False,
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()[..., None]
     x, B, C = (rows[0].float() for rows in (hidden_states, B, C))
     B, C = (rows.repeat_interleave(x.shape[1] // rows.shape[1], 1) for rows in (B, C))
-    out = read_tree(C, B, dt * x, dt * A.float()[:, None])
+    out = read_states(C, B, dt * x, dt * A.float()[:, None])
     out = out[None] if D is None else (out + D.float()[:, None] * x)[None]
     return (out, out) if return_final_states else out
 
@@ -248,10 +248,10 @@ def replace_functions(model) -> None:
                          f"convolutions, got {', '.join(kinds)} of {type(model).__name__}")
     for name in names:
         if not hasattr(getattr(module, name), "theirs"):
-            setattr(module, name, choose(getattr(module, name), FUNCTIONS[name]))
+            setattr(module, name, either_of(getattr(module, name), FUNCTIONS[name]))
 
 
-def choose(theirs: Callable, ours: Callable) -> Callable:
+def either_of(theirs: Callable, ours: Callable) -> Callable:
     """Make a function that calls `ours` in a pass of a RecurrentCache, else `theirs`."""
     def either(*args, **options):
         cached = getattr(running, "cache", None) is not None

@@ -274,7 +274,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
     to_logits = logits_of(model)
-    tuning = Tuning(model, E, rank, seed)
+    tuning = ExitTuning(model, E, rank, seed)
     tuned = tuning.model
 
     def loss_of(rng: random.Random) -> torch.Tensor:
@@ -292,7 +292,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
 # ------------------------------------------------------------------------------------- its file
 
-class Tuning(Tuned):
+class ExitTuning(Tuned):
     """Be a model that is tuned for early exits.
 
     model       the model that is tuned
@@ -316,8 +316,8 @@ def load_tuned(path: str | Path, model):
     """
     if not path:
         return model, 0
-    tuning = load_trained(path, Tuning.title, model,
-                          lambda header: Tuning(model, header["E"], header["rank"]))
+    tuning = load_trained(path, ExitTuning.title, model,
+                          lambda header: ExitTuning(model, header["E"], header["rank"]))
     return prepare_changes(tuning.model), tuning.E
 
 

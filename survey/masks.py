@@ -274,7 +274,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     require_keys(model)  # one pass has many masks after the text
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
-    tuning = Tuning(model, rank, seed)
+    tuning = SpaceTuning(model, rank, seed)
     tuned = tuning.model
     score, V = score_with(model), len(model.get_output_embeddings().weight)
 
@@ -302,7 +302,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     save_trained(out, tuning, model, rank=rank)
 
 
-class Tuning(Tuned):
+class SpaceTuning(Tuned):
     """Be a model that is tuned for SPACE, with the embedding [1, d] of its mask token.
 
     right  how often the first guess is right, the first two are both right, and so on
@@ -329,8 +329,8 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
              is right, the first two are both right, and so on. InputError if the file is damaged,
              or for another model
     """
-    tuning = load_trained(path, Tuning.title, target.model,
-                          lambda header: Tuning(target.model, header["rank"]))
+    tuning = load_trained(path, SpaceTuning.title, target.model,
+                          lambda header: SpaceTuning(target.model, header["rank"]))
     lm = type(target)(prepare_changes(tuning.model), target.vocab)
     return lm, tuning.mask.detach(), tuning.right
 

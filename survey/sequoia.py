@@ -313,7 +313,7 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
         path.append(children[accepted])
 
 
-def decode(target: CachedLM, draft: CachedLM, root: int, choices: list[Choice],
+def decode_trees(target: CachedLM, draft: CachedLM, root: int, choices: list[Choice],
            clock: Clock, sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Run rounds without end, each with a tree, and yield their chunks.
 
@@ -374,7 +374,7 @@ def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int 
     depths = (depth,) if depth else RANGES["depth"]
     choices = plan_sequoia(P, sizes, depths)
     clock = target.once(Clock, target, draft, of=(P, sizes, depths))
-    yield from decode(target, draft, prompt[-1], choices, clock, sample, log)
+    yield from decode_trees(target, draft, prompt[-1], choices, clock, sample, log)
 
 
 # --------------------------------------------------------------------------------- the rates
@@ -403,7 +403,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
         sample = Sampler(temperature)
         for prompt in tqdm(fitting, desc=f"temperature {temperature}"):
             begin(prompt, *lms)
-            chunks = decode(*lms, prompt[-1], one_level, Clock(lms[0]), sample, log)
+            chunks = decode_trees(*lms, prompt[-1], one_level, Clock(lms[0]), sample, log)
             for _ in until(chunks, TOKENS, eos_ids(model, tokenizer)):
                 pass  # only the log is read
         counts = [sum(record["ranks"] == [b] for record in log) for b in range(B)]

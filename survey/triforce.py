@@ -196,7 +196,7 @@ def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
 
 
 @torch.inference_mode()
-def retrieve(lm: CachedLM, token: int, budget: int,
+def retrieve_chunks(lm: CachedLM, token: int, budget: int,
              chunk: int) -> tuple[dict[int, torch.Tensor], int]:
     """Choose the rows of the context that a token looks at most. Section 4.1.
 
@@ -278,7 +278,7 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
     text = begin(prompt, target, draft)
     context = text[:-1]
     part, small = PartialLM(target.model, target.vocab), PartialLM(draft.model, draft.vocab)
-    part.take(target, *retrieve(target, text[-1], budget, chunk), len(context))
+    part.take(target, *retrieve_chunks(target, text[-1], budget, chunk), len(context))
     small.take(draft, *choose_ends(draft, sinks, window), len(context))
     levels = [Level(lm, context) for lm in (target, part, small)]
     while True:

@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 
 from cli.files import read_prompts
 from cli.graphs import GraphedLM
-from cli.loading import encode
 from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run, TimedLM
@@ -110,7 +109,7 @@ def test_figures_add_up(ask, costs):
     status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30",
                            file="speculative")
     model, tokenizer = loaded(TARGET, None, None)
-    text = tokens_of(autoregressive(CachedLM(model), encode(tokenizer, PROMPT)), 30)
+    text = tokens_of(autoregressive(CachedLM(model), tokenizer.encode(PROMPT)), 30)
     assert out == tokenizer.decode(text) + "\n" and PROMPT not in err
     calls, drafts = (int(re.search(rf"(\d+) {name} calls", err)[1]) for name in ("target", "draft"))
     target, draft = 4 * (calls + 1), drafts + 1
@@ -253,7 +252,7 @@ def test_compare_looks_at_every_prompt_and_at_the_end(ask):
 def test_an_answer_ends_with_the_shortest_context(ask, monkeypatch):
     """Each prompt has its own room in it, and a prompt that fills it is refused."""
     _, tokenizer = loaded(TARGET, None, None)
-    short, long = (len(encode(tokenizer, text)) for text in (SHORT, PROMPT))
+    short, long = (len(tokenizer.encode(text)) for text in (SHORT, PROMPT))
     for room in 5, 0:
         lengths = {loaded(TARGET, None, None)[0]: 2048, loaded(DRAFT, None, None)[0]: long + room}
         monkeypatch.setattr("cli.main.context_length", lengths.get)
@@ -540,7 +539,7 @@ def test_commands(ask, tmp_path):
     assert command(f"learn --out a/b --prompts {file}")[0] == 0
     given_more = f"--out c --steps 4 --dtype bfloat16 --data {pairs} --max-length 9"
     assert command(f"learn {given_more}")[0] == 0
-    prompts = [encode(loaded(TARGET, None, None)[1], text) for text in (SHORT, PROMPT)]
+    prompts = [loaded(TARGET, None, None)[1].encode(text) for text in (SHORT, PROMPT)]
     told = Settings(max_length=9, pairs=[([5, 6], [8, 9])])
     assert given == [(torch.float32, prompts, Path("a/b"), 3, Settings()),
                      (torch.bfloat16, [[5, 6]], Path("c"), 4, told)]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli.loading import encode
 from cli.run import TimedLM
 from cli.trees import MaskTrees
 from families import tiny
@@ -110,7 +109,7 @@ def test_no_call_is_made_to_be_timed(file, name, options, embedded):
     lms = [FeatureLM(target, 1536)]
     if "draft" in inspect.signature(method).parameters:
         lms.append(FeatureLM(draft, 1536))
-    prompt = encode(tokenizer, "Tom has 3 apples. He buys 4 more. How many apples does Tom have?")
+    prompt = tokenizer.encode("Tom has 3 apples. He buys 4 more. How many apples does Tom have?")
     chunks = method(*lms, prompt, log=log, **options)
     next(chunks)  # files are read, and what they hold is checked
     with target.register_forward_pre_hook(lambda *_: passes.append(0)):

@@ -14,12 +14,10 @@ from hybrid.hybrid import grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
 from support.clock import RANKS
 from support.layers import FeatureLM
-from survey.dflash import load_draft
 from survey.eagle import Pairs
-from survey.medusa import load_heads
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
-from test_lossless import FILES, METHODS
+from test_lossless import FILES, METHODS, trusting
 
 HALF = [[[0.5] * 3] * 5] * 3
 POOL = [3.0, 0.5, 0.5]
@@ -28,10 +26,8 @@ POOL = [3.0, 0.5, 0.5]
 def random_part(model, kind: str):
     """Make a random part of a kind, and a target that finds it in the file "part"."""
     target = FeatureLM(model)
-    ours, others = METHODS[kind](model), METHODS["hybrid, dflash"](model)
-    part = ours.options["trained"]
-    target.memo = others.memo(target) | {(load_draft, ("part", model)): part,
-                                         (load_heads, ("part", kind, model)): part}
+    part = METHODS[kind](model).options["trained"]
+    target.memo = trusting(model, part, kind)(target)
     return target, part
 
 

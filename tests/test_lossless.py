@@ -126,14 +126,10 @@ def trusting(model, part=None, kind: str = "none") -> Callable:
     known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5]},
              "parts": {kind: some_weights(part.requires_grad_())} if part else {}}
     store = store_of(own_texts(model))
-
-    def prepare(target):
-        of = target.model
-        return {(rest.load_datastore, ("store", of)): store,
-                (hybrid.load_trust, ("trust", of)): known,
-                (dflash.load_draft, ("part", of)): part,
-                (medusa.load_heads, ("part", kind, of)): part}
-    return prepare
+    return lambda lm: {(rest.load_datastore, ("store", lm.model)): store,
+                       (hybrid.load_trust, ("trust", lm.model)): known,
+                       (dflash.load_draft, ("part", lm.model)): part,
+                       (medusa.load_heads, ("part", kind, lm.model)): part}
 
 
 def tuning_of(model, P: int, M: int) -> bita.Tuning:

@@ -138,7 +138,7 @@ def decode_alone(top, text: str) -> int:
         few = {"nodes": 4, "depth": 2, "k": 1, "tokenizers": tokenizers}
         options = {x: few[x] for x in few if x in inspect.signature(function).parameters}
         lms = [function.__annotations__[x](model) for x, model in zip(names, models)]
-        chunks = function(*lms, common.encode(tokenizers[0], text), **options)
+        chunks = function(*lms, tokenizers[0].encode(text), **options)
         print(method, sum(len(chunk) for chunk in common.until(chunks, 4)))
     return 0
 

@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from cli.loading import encode
 from cli.run import Run, TimedLM
 from cli.trace import PAGE, Trace, make_page
 from common import autoregressive, greedy
@@ -103,7 +102,7 @@ def test_a_tree_is_what_was_forwarded():
 def test_text_is_shown_and_never_run(embedded):
     """A prompt of HTML stands in the page as data alone."""
     target, _, tokenizer = embedded
-    prompt = encode(tokenizer, "</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d")
+    prompt = tokenizer.encode("</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d")
     trace, [answer] = watch_runs(prompt, 3, (autoregressive, {"target": target}))
     written = make_page(trace.runs, {"target": tokenizer})
     script, empty = PAGE.read_text().split("DATA")
@@ -119,7 +118,7 @@ def test_text_is_shown_and_never_run(embedded):
 def test_the_picture_is_small_and_shows_the_output(embedded):
     """Well-formed; the name and the text of each run, and below them a bar for each call."""
     target, draft, tokenizer = embedded
-    prompt = encode(tokenizer, "Write a function <b>. " + TEXT)
+    prompt = tokenizer.encode("Write a function <b>. " + TEXT)
     trace, outputs = watch_runs(prompt, 30, (speculative, {"target": target, "draft": draft}),
                                 (autoregressive, {"target": target}))
     drawn = draw_picture(trace.runs, tokenizer)

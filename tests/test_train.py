@@ -104,7 +104,7 @@ def test_agreement_by_hand():
     right = (p.argmax(-1) == q.argmax(-1)).float().mean().item()
     accepted = torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean().item()
     assert 0 < right < 1
-    assert recipe.measure_agreement(target, draft, PAIRS) == pytest.approx((right, accepted))
+    assert recipe.measure_draft(target, draft, PAIRS) == pytest.approx((right, accepted))
 
 
 # ------------------------------------------------------------------------------------ training

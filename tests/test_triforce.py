@@ -8,7 +8,7 @@ import torch
 from common import CachedLM, attention_mask, windows_of
 from families import near, tiny
 from survey import triforce as module
-from survey.triforce import PartialLM, choose_ends, record_queries, retrieve, triforce
+from survey.triforce import PartialLM, choose_ends, record_queries, retrieve_chunks, triforce
 
 
 # -------------------------------------------------------------------------------- a part of a cache
@@ -102,7 +102,7 @@ def test_what_is_retrieved_is_what_the_last_row_looks_at():
     lm.truncate(len(text))
     eager.set_attn_implementation("eager")
     attentions = eager(torch.tensor([text + [11]]), output_attentions=True).attentions
-    slots, kept = retrieve(lm, 11, budget=12, chunk=4)
+    slots, kept = retrieve_chunks(lm, 11, budget=12, chunk=4)
     assert kept == 12 and lm.length == len(text) and lm.calls == 0
     assert model.config._attn_implementation == "grouped"
     for layer, query in found.items():
@@ -145,8 +145,8 @@ def test_a_round_is_one_call_of_the_target_and_the_last_token_asks(monkeypatch):
     """Calls of the draft go on over all prompts. The head reads no row of a prompt or of the
     retrieval: two reviews of one guess each have two rows, and the verification has γ + 1."""
     model, asked, rows, calls = tiny("llama"), [], [], []
-    monkeypatch.setattr(module, "retrieve", lambda lm, token, *more:
-                        asked.append(token) or retrieve(lm, token, *more))
+    monkeypatch.setattr(module, "retrieve_chunks", lambda lm, token, *more:
+                        asked.append(token) or retrieve_chunks(lm, token, *more))
     target, draft = CachedLM(model), CachedLM(near(model, 0.0))
     with model.lm_head.register_forward_hook(lambda *x: rows.append(x[2].shape[1])):
         for prompt in ([5] * 140 + [20], [5, 6, 7]):
