@@ -12,7 +12,6 @@ import torch
 from cli.run import TimedLM
 from common import Sampler
 from helpers import tokens_of
-from survey.sequoia import load_rates
 from test_lossless import METHODS, PROMPT, autoregressive_text, chunks_of, model_of
 
 SAMPLERS = Sampler(0), Sampler(1e-4)  # of the second only the likeliest token has any mass
@@ -52,9 +51,7 @@ def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):
     drafts, target = copy.deepcopy(LINES[name].drafts), TimedLM(model_of("llama"), 99)
     for draft in drafts:
         draft.resize_token_embeddings(99)
-    line = LINES[name]._replace(
-        drafts=drafts, memo=lambda lm: {
-            (load_rates, ("own", lm.model, drafts[0])): {0.0: (0.6, 0.3, 0.1)}})
+    line = LINES[name]._replace(drafts=drafts)
     chunks = chunks_of(line, target, PROMPT, lambda x, _: TimedLM(x, 99),
                        sample=Sampler(temperature))
     found = tokens_of(chunks, 8)

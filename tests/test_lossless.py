@@ -87,7 +87,7 @@ class Line(NamedTuple):
     drafts: list = []  # models that draft, the first one as `draft`, the others as `more_drafts`
     few: dict | None = None  # options with which few draws end a round. None: it does not sample
     vocab: int = 3  # tokens that are sampled from
-    memo: Callable = lambda target: {}  # what the method would read from files: the target's memo
+    memo: Callable = lambda *_: {}  # what the method would read from files: the target's memo
     text_of: torch.nn.Module | None = None  # the model whose text it writes. None: the target
 
 
@@ -126,10 +126,10 @@ def trusting(model, part=None, kind: str = "none") -> Callable:
     known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5]},
              "parts": {kind: some_weights(part.requires_grad_())} if part else {}}
     store = store_of(own_texts(model))
-    return lambda lm: {(rest.load_datastore, ("store", lm.model)): store,
-                       (hybrid.load_trust, ("trust", lm.model)): known,
-                       (dflash.load_draft, ("part", lm.model)): part,
-                       (medusa.load_heads, ("part", kind, lm.model)): part}
+    return lambda lm, *_: {(rest.load_datastore, ("store", lm.model)): store,
+                           (hybrid.load_trust, ("trust", lm.model)): known,
+                           (dflash.load_draft, ("part", lm.model)): part,
+                           (medusa.load_heads, ("part", kind, lm.model)): part}
 
 
 def tuning_of(model, P: int, M: int) -> bita.Tuning:
@@ -138,6 +138,7 @@ def tuning_of(model, P: int, M: int) -> bita.Tuning:
 
 
 RATES = [[0.5, 0.3, 0.1]] * 3
+P = (0.9, 0.06, 0.03)  # how often children of each rank are accepted
 FILES = dict(datastore="store", trust="trust", adapter="part")
 
 METHODS = {
@@ -223,7 +224,7 @@ METHODS = {
         masks.pass_sampling, dict(L=3, trained=tuning_of(model, 0, 3)), few=dict(L=1)),
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), few=dict(k=2), text_of=near(model, 0.1),
-        memo=lambda target: {(masks.load_space, ("own", target)): (
+        memo=lambda target, *_: {(masks.load_space, ("own", target)): (
             type(target)(near(model, 0.1), target.vocab),
             near(model, 0.5).get_input_embeddings().weight[:1].detach(), [0.5] * 3)}),
     "online": lambda model: Line(
@@ -240,8 +241,7 @@ METHODS = {
     "sequoia": lambda model: Line(
         sequoia.sequoia, dict(nodes=9, depth=4, rates="own"), [near(model, 0.05)],
         dict(nodes=6, depth=2), vocab=2,
-        memo=lambda target: {(sequoia.load_rates, ("own", target.model, near(model, 0.05))): {
-            0.0: (0.6, 0.3, 0.1)}}),
+        memo=lambda *lms: {(sequoia.load_rates, ("own", *(x.model for x in lms))): {0.0: P}}),
 }
 REFUSED = {  # families that a method says it cannot run
     "bita": ["deepseek-v3", *RECURRENT], "bita, full tree": [*RECURRENT], "pass": [*RECURRENT],
@@ -251,8 +251,8 @@ REFUSED = {  # families that a method says it cannot run
 
 def chunks_of(line: Line, target: TimedLM, prompt: list[int], run_as: type = TimedLM, **options):
     """Start a method as its line says, with these options instead of the line's."""
-    target.memo |= line.memo(target)
     drafts = [run_as(draft, target.vocab) for draft in line.drafts]
+    target.memo |= line.memo(target, *drafts)
     if drafts[1:]:
         options["more_drafts"] = drafts[1:]
     if "pool" in line.options:  # it learns from each text
@@ -321,7 +321,7 @@ def test_one_method_at_a_time_on_a_model(name):
     model = model_of("llama")
     line = METHODS[name](model)
     target, *drafts = [TimedLM(x) for x in (model, *line.drafts)]
-    target.memo |= line.memo(target)
+    target.memo |= line.memo(target, *drafts)
     options = line.options | ({"more_drafts": drafts[1:]} if drafts[1:] else {})
     first, second, third = (line.method(target, *drafts[:1], prompt, **options)
                             for prompt in (PROMPT, torch.tensor([5, 2]), []))
@@ -512,8 +512,7 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
     for family in {*SIX} - {*REFUSED.get(name, [])}:
         model = model_of(family)
         line = METHODS[name](model)
-        memo = {(sequoia.load_rates, ("own", model, model)): {0.0: (0.9, 0.1)}}
-        line = line._replace(drafts=[model for _ in line.drafts], memo=lambda _: memo)
+        line = line._replace(drafts=[model for _ in line.drafts])
         chunks = chunks_of(line, TimedLM(model), PROMPT, sample=sample, **options)
         assert min(len(next(chunks)) for _ in range(6)) >= whole, family
 
