@@ -24,8 +24,8 @@ y(1), which is wrong from its third token on:
     y(2)   root  a1  a2  z3
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
-Up to a1 teacher and student are the same nodes, and D is 0 there. The token after a block is not
-part of the block, so no D compares it. So x3 is no node of the tree. Only the last token of y(2)
+Up to a1 teacher and student are the same nodes, and D is 0 there. D compares no token after the
+block, and only such a token follows x3, so x3 is no node of the tree. Only the last token of y(2)
 is wrong, so y(2) adds nothing to the loss. One forward pass over such a tree evaluates an answer
 and states of all its blocks. A pass for each state would read the same tokens again and again.
 
@@ -405,11 +405,11 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
         said = [find_trajectories(lm, x["prompt"], n, len(x["answer"]), eos)[0] for x in held_out]
         figures = {"consistency": consistency, "ar": ar, "per_call": sum(map(len, said)) / lm.calls}
         return figures, "held out: " + ", ".join(f"{k} {x:.4g}" for k, x in figures.items())
-    of = (digest(model.state_dict()), n, sorted(eos), examples, held_out, batch, states, w,
-          divergence)
+    fingerprint = (digest(model.state_dict()), n, sorted(eos), examples, held_out, batch, states, w,
+                   divergence)
     adam = torch.optim.AdamW(weights.values(), lr, (0.9, 0.95), weight_decay=0.0, foreach=False)
-    Training(weights, of, name="cllm", steps=steps, lr=lr, rate=warm_linear, optimizers=[adam],
-             seed=seed, folder=work or Path(f"{out}.work"),
+    Training(weights, fingerprint, name="cllm", steps=steps, lr=lr, rate=warm_linear,
+             optimizers=[adam], seed=seed, folder=work or Path(f"{out}.work"),
              models=(model,)).train(loss_of, evaluate)
     # Settings of sampling that the model had before can make `save_pretrained` fail
     model.generation_config = GenerationConfig(eos_token_id=sorted(eos) or None)

@@ -5,16 +5,16 @@ Read it first. Every method here does one thing in its own way. It grows a small
 end of the text, runs the model once over the whole tree, and keeps one path of the tree.
 
     target     the model whose output is wanted
-    draft      a smaller model, or a part of the target, that guesses what the target will say;
-               also its guesses of a round: a draft of 5 tokens
+    draft      a smaller model, or a part of the target, that guesses what the target will say.
+               Also the tokens that it guesses in a round, as in "a draft of 5 tokens"
     call       one pass of a model over some tokens at once
     row        one token of a call
     round      one turn of a method's loop: some guesses, and one call of the target to verify them
     context    the text without its last token; its keys and values are cached
     root       the last token of the text: it is known but not cached, so each round feeds it
     tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it
-    accepted   said of a guess if it and every guess above it passed verification. In most methods
-               they pass if the target chose them
+    accepted   a guess is accepted if it and every guess above it passed verification. In most
+               methods a guess passes if the target chose it
     chunk      the tokens that a round adds to the text: the accepted guesses, then one token that
                the target chose itself
 
@@ -58,7 +58,8 @@ their own.
 
 A method is a generator that yields chunks for ever. `until` cuts them at a limit or at the end of
 the answer. The limit must keep the text within the model's `max_length`, since no position comes
-after that.
+after that. In a method's docstring a name with a colon is an option of its command line, and a name
+without one is an argument for Python only.
 
 Left out:
     batches                          these methods speed up one text at a time
@@ -215,7 +216,7 @@ class CachedLM:
 
     model            any model that `load` lets pass
     vocab            how many logits count, since embeddings are often padded beyond the tokenizer.
-                     None: those of all tokens that have embeddings. There are no more
+                     None or a larger number: one for each token that has an embedding
     max_length       how many tokens the model is made for. No limit in its config: 10 ** 9
     length           how many tokens of context are cached
     parents          the parents of the pending nodes: earlier pending nodes, or -1 for the context
@@ -223,7 +224,8 @@ class CachedLM:
     passes           for each pass its rows, how many of them the LM head read, and its seconds. A
                      GPU may still be at work after them
     calls            how many passes had rows that the LM head read
-    memo             results of `once`, by what was asked for
+    memo             results of `once`, by what was asked for. A method that writes another model's
+                     text keeps that model here as "writer"
     owner            the frame of the generator that called `start` last. None: no generator did
     dtype            the model's type, which must stay as it is
     """
@@ -306,8 +308,8 @@ class CachedLM:
         n = len(sees_prefix)
         ancestors = self.cache.ancestors = ancestor_mask(parents)
         # The position of a node is how many tokens come before it: those of the context and its
-        # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess may lie beyond the
-        # last position that a learned table has. It gets the last one, and the answer ends there.
+        # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess beyond max_length
+        # gets the last position. It is in no answer, since the limit of `until` comes before it.
         places = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A node sees the prefix if it asks for it, the whole context, its ancestors and itself.
         prefix = torch.tensor(sees_prefix)[:, None].expand(n, self.prefix)
@@ -344,7 +346,7 @@ class CachedLM:
                context
         """
         path = list(path)
-        if any(self.parents[node] != above or node < 0 for above, node in zip([-1, *path], path)):
+        if min(path, default=0) < 0 or [self.parents[i] for i in path] != [-1, *path][:-1]:
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
         self.cache.commit(self.prefix + self.length, path)
         self.length, self.parents = self.length + len(path), []
@@ -395,7 +397,7 @@ def context_length(model) -> int:
     return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
 
 
-CACHES = {}  # for kinds of layers with a state the class of their cache: see support/recurrent.py
+CACHES = {}  # the class of the cache for each kind of layer with a state: support/recurrent.py
 
 
 def layer_kinds(model) -> list[str]:
@@ -424,7 +426,7 @@ def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens each kind of layer looks back; None where it sees all of them."""
     known = {"full_attention": None,
              "sliding_attention": getattr(model.config.get_text_config(), "sliding_window", None)}
-    # Layers of another kind get no mask, and a model has a mask all the same.
+    # Recurrent layers read no mask. A model that has only such layers is given one all the same.
     kinds = [kind for kind in layer_kinds(model) if kind in known] or ["full_attention"]
     return {kind: known[kind] for kind in kinds}
 
@@ -602,7 +604,7 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
 
 @torch.inference_mode()
 def check(model, run_as: type[CachedLM] = CachedLM):
-    """Refuse a model whose token trees give other logits than their paths do alone.
+    """Refuse a model for which a tree gives other logits than each of its paths by itself.
 
         d b c     e ─┬─ c ── d     a to e are five ordinary tokens from the middle of the
         context      └─ a ── b     vocabulary, since the first ones are often special
@@ -620,7 +622,7 @@ def check(model, run_as: type[CachedLM] = CachedLM):
     for config in (model.config, text):  # other outputs than logits are not read here
         config.update({"return_dict": True, "output_router_logits": False})
     weight = model.get_input_embeddings().weight
-    a, b, c, d, e = range((len(weight) - 5) // 2, len(weight))[:5]
+    a, b, c, d, e = (len(weight) // 2 + i for i in range(-2, 3))
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=weight.device)
     try:
         alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)

@@ -39,13 +39,13 @@ number says how many positions after the root the token would stand:
     new         d3     d4     d5                  └─ b1 ─── c2 ─> d3
 
 One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
-n-gram, as (a1, b2, c3, d4). Then b becomes level 0, and the next root replaces b1.
+n-gram, as (a1, b2, c3, d4). Then the levels move up by one, and the next root replaces b1.
 
 Departures:
 - Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
-  Section 3.1). As printed Alg. 3 never ends, since i* is at most len - 1. Here: a block begins with
-  the root, so it adds n - 1 tokens, or n if the one after it is final too. It ends when its last
-  token is final. Why: no call is spent only on a root, or on seeing that nothing changes.
+  Section 3.1). Santilli's code begins with padding tokens. Here: a block is the root and random
+  tokens of the prompt. It ends when its last token is final, and adds n - 1 tokens, or n if the one
+  after it is final too. Why: no call is spent only on a root, or on seeing that nothing changes.
 - Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
   after the other. Here: one sample after each node is compared with the guesses. Why: the
   distribution is the same, and a call draws once.

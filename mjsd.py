@@ -26,17 +26,17 @@ perplexity under the target. For an accepted prefix
 
     -log p = -log q + log(q / p)
 
-The first term is small if the beams find a likely text. The second is below log(1 / τ), since the
-prefix passed the test. At the default τ of 0.1 that is 2.3 nats. The test does not ask how small p
-itself is. So a prefix that the target finds unlikely passes if the draft finds it unlikely too. The
-text is likelier than autoregressive text if there are several beams and the draft is good. Samples
-of a real model were likelier with 8 beams if 1 - TVD was 0.6 or more (results/mjsd.md). TVD is the
-total variation distance between the next-token probabilities of draft and target.
+The first term is small if the beams find a likely text. The second is below log(1 / τ), 2.3 nats at
+the default τ, since the prefix passed the test. But a prefix that the target finds unlikely passes
+if the draft finds it unlikely too. So the text is likelier than autoregressive text only if there
+are several beams and the draft is good. With the embedded draft it is less likely. Samples of a
+real model were likelier with 8 beams if 1 - TVD was 0.6 or more (results/mjsd.md). TVD is the total
+variation distance between the next-token probabilities of draft and target.
 
 Departures:
-- Temperature 0. Paper: Alg. 1 samples beams and tokens. Here: a beam continues with the likeliest
-  tokens, and the target adds its argmax. p and q are not warped. Why: warped they would be 0 or 1,
-  so the test would accept nothing but the target's own text.
+- Temperature 0. Paper: Alg. 1 samples beams and tokens, with top-20 and top-p 0.9 (App. D). Here: a
+  beam continues with the likeliest tokens, and the target adds its argmax. p and q are not warped.
+  Why: warped they would be 0 or 1, so the test would accept nothing but the target's own text.
 - End of an answer. Paper: a beam has γ tokens. Here: an EOS ends a beam, which keeps its joint
   probability and competes with longer beams. Why: tokens after an EOS must not count for or against
   a beam. Short texts gain a little by this.

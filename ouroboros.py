@@ -83,7 +83,7 @@ class PhrasePool:
 
 
 # ------------------------------------------------------- Section 3.1: drafting phrase by phrase
-# The next two functions are copied from jacobi.py, whose header draws the window.
+# As in jacobi.py, whose header draws the window, except that `levels` may be empty.
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
@@ -134,7 +134,7 @@ def move_window(levels: list[list[int]], root: int, new: list[int],
 
 
 def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """Put a tree below tokens that come before its root and are not cached.
+    """Put a chain of uncached tokens above a tree, so that one call feeds both.
 
     A draft model needs that if its cache ends before the context does.
 
@@ -222,8 +222,8 @@ def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int,
     returns   the phrases, each a tuple of β tokens
 
     A phrase is a discarded token d[i] and the target's choices for the next β - 1 places. All of
-    them but the last must be the drafted tokens too. Otherwise the target would have chosen one of
-    them after a token that is not in the phrase.
+    them but the last must equal the drafted tokens. If v[j] is not d[j], then v[j + 1] was chosen
+    after d[j], which is not in the phrase.
 
         d   5  6  7  8  9         A = 1: the target chose 1 and not 6
         v   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. But 8 2 4 is none, since

@@ -9,7 +9,7 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
     at the first rejection draw from norm(max(0, p - q)) instead
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
-letters are Leviathan's. Chen and the survey swap them. The code says `target_probs` and
+letters are Leviathan's. Chen and README's survey swap them. The code says `target_probs` and
 `draft_probs`. The two lines above are `verify_tokens`. Sun's rule, `--verification block`, judges
 the draft as a whole. On average it accepts no fewer guesses, and at temperature 0 the same ones.
 
@@ -99,8 +99,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     are as likely under the target as under the draft. Here they are always accepted, and
     `verify_tokens` rejects x_1 half of the time.
 
-    Given the first i guesses, the probability that at least they are accepted is called joint_i
-    here and p_i in the paper:
+    Given x_1 … x_i, at least i guesses are to be accepted with probability joint_i. The paper calls
+    this number p_i, which is a distribution here:
 
         joint_0 = 1,    joint_i = min(1, joint_{i-1} p(x_i) / q(x_i))
 
@@ -194,7 +194,7 @@ def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
     Leviathan's Theorem 3.8 predicts it from γ, c and α, for `verify_tokens` and drafts of equal
-    length. For others it is only near. c is the time of a draft call divided by that of a target
+    length. Otherwise it is approximate. c is the time of a draft call divided by that of a target
     call. α is the share of accepted guesses among the tried ones, which end at a rejected one.
 
     run   a run of the command line

@@ -1,4 +1,4 @@
-"""How far to trust guesses of several sources, measured on a model's own answers.
+"""This file measures on a model's own answers how far to trust guesses of several sources.
 
     python -m hybrid fit --prompts FILE --out hybrid.json
 

@@ -93,7 +93,7 @@ class Trained:
         return dict(zip(as_text(tokens), chances))
 
     def run_block(self) -> torch.Tensor:
-        """Run a block of DFlash's draft after all waiting pairs; return logits [B, V']."""
+        """Run a block of DFlash's draft after all waiting pairs; return logits [B - 1, V']."""
         features = torch.cat([pairs.features for pairs in self.waiting])
         return run_block(self.part, self.cache, features, self.root)
 

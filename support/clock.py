@@ -31,10 +31,10 @@ from common import CachedLM
 
 import torch
 
-# Of a call, what one more row costs beside all else, before anything is known. These are 10M to 1B
-# parameters on two CPU cores, and 8B on a GPU.
+# What one more row of a call takes, as a share of the call's fixed part, before anything is known.
+# The numbers are those of 10M to 1B parameters on two CPU cores, and of 8B on a GPU.
 SLOPES = {"cpu": 0.03, "cuda": 0.003}
-FADE = 0.98  # the weight of what was noted, for each newer note: later contexts are longer
+FADE = 0.98  # each new note multiplies the weight of the older ones by this, since contexts grow
 PRIOR = 64  # two imagined notes, of 0 and of this many rows, keep the line from tilting by chance
 EVERY = 64  # a choice is made again after as many passes, at the latest
 MOST = 64  # the most nodes of a tree
@@ -77,7 +77,7 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
 class Costs:
     """Learn what something takes by its number of rows: the line of least squares.
 
-    slope   what a row costs beside all else, as long as little is known
+    slope   what a row takes as a share of the fixed part, as long as little is known
     """
 
     def __init__(self, slope: float):
@@ -85,7 +85,7 @@ class Costs:
         self.sums = [0.0] * 5  # of 1, rows, seconds, rows², and rows · seconds, of all notes
 
     def note(self, rows: float, seconds: float) -> None:
-        """Note that rows took so many seconds. In a busy moment at most twice the line's count."""
+        """Note that rows took so many seconds. At most twice the line's seconds count."""
         a, b = self.line()
         seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds
         new = 1.0, rows, seconds, rows * rows, rows * seconds
@@ -144,7 +144,7 @@ class Clock:
     def choose(self, list_choices: Callable[[], Iterable[Choice]]):
         """Begin a round, and return the plan of the choice with the most tokens a second.
 
-        It is chosen again when there are twice as many passes, and after EVERY of them.
+        It chooses again once the passes are twice as many, and at the latest after EVERY more.
 
         list_choices   a function that gives the choices
         """

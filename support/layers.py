@@ -1,6 +1,6 @@
 """This file takes a model apart: it reads, splits and copies its layers.
 
-    taps     what enters some layers is kept, for a draft to read. FeatureLM is a CachedLM that does
+    taps     what enters some layers is kept, for a draft to read. FeatureLM is the CachedLM for it
     views    a model of its own that has only some of the layers, and copies no weights
     layers   some layers are copied into a smaller model, to be trained, saved and loaded
 """

@@ -1,5 +1,5 @@
-"""Token trees on layers that have a state instead of keys: the gated delta rule, Mamba-2 and short
-convolutions, as in Qwen3.5, Granite 4 and LFM2.
+"""Run token trees on layers that have a state instead of keys: the gated delta rule, Mamba-2 and
+short convolutions, as in Qwen3.5, Granite 4 and LFM2.
 
     Mamba-2           Dao and Gu 2024, arXiv 2405.21060
     Gated DeltaNet    Yang et al. 2024, arXiv 2412.06464
@@ -26,12 +26,12 @@ G_i, the sum of g on the path down to node i, and decay_ij = exp(G_i - G_j):
     output        o_i = exp(G_i) S₀ᵀ q_i + Σ decay_ij (q_i · k_j) u_j, over i and its ancestors j
     delta rule    u_i = β_i (v_i - exp(G_i) S₀ᵀ k_i - Σ decay_ij (k_i · k_j) u_j), over ancestors j
     Mamba-2       u_i = dt_i x_i, k = B, q = C, g = dt A
-    commit        S₀ ← exp(G_last) S₀ + Σ over the path of exp(G_last - G_j) k_j u_jᵀ
+    fold          S₀ ← exp(G_n) S₀ + Σ exp(G_n - G_j) k_j u_jᵀ, over the n oldest rows
 
 A short convolution reads the last inputs on the node's path, so what is kept of it are inputs.
 
 The last rows of the context are not added to the state yet. They are a chain above the tree, so
-that a draft whose guesses were refused can go back. The models' own code runs as it is. Only the
+that a draft whose guesses were rejected can go back. The models' own code runs as it is. Only the
 functions with which it reads a whole text give way to those at the end of this file, while a pass
 of a RecurrentCache runs.
 """
@@ -58,7 +58,7 @@ class RecurrentCache(KVCache):
 
     kept     how many of the context's last tokens are not in the states yet
     states   for each layer what its states are called (`S`, and `inputs` for a convolution), and
-             the states at the end of the context but for the kept tokens
+             the states at the end of the context except the kept tokens
     rows     for each layer the rows of the kept and the pending nodes: x, k, u and g, by name
     """
 
@@ -158,8 +158,8 @@ def convolve(hidden_states, weight, bias=None, activation=None, **_) -> torch.Te
     new = hidden_states[0].T
     x = cache.join("x", new)
     before = cache.states[cache.layer].setdefault("inputs", new.new_zeros(K - 1, len(weight)))
-    # Each node sees the K - 1 inputs before the kept ones too. Nodes stand behind their ancestors,
-    # so the last K that it sees are those on its path, in order.
+    # Each node sees the K - 1 inputs before the kept ones too. Ancestors come before their nodes,
+    # so the last K inputs that a node sees are those on its path, in order.
     seen = F.pad(cache.above[-len(new):], (K - 1, 0), value=True)
     last = torch.where(seen, torch.arange(seen.shape[1], device=x.device), -1).sort().values[:, -K:]
     window = torch.cat([before, x])[last]  # [n, K, d]
@@ -208,7 +208,7 @@ def read_states(q, k, v, g, beta=None) -> torch.Tensor:
 
 
 def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **_):
-    """Be the gated delta rule over a tree, as transformers calls it: [1, n, heads, d] each."""
+    """Compute the gated delta rule over a tree, as transformers calls it: [1, n, heads, d] each."""
     q, k, v, g, beta = (x[0].float() for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))

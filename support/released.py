@@ -42,7 +42,7 @@ SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
          "head_dim", "rms_norm_eps", "hidden_act")
 # The settings of its rotary positions. A configuration has the first two or the third:
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-# What is read of the configuration of a draft of DFlash besides:
+# The settings that are read of a draft of DFlash as well:
 DFLASH = ("num_hidden_layers", "layer_types", "attention_bias",
           "input_embedding_scale", "output_multiplier", "markov_rank")
 # The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance is not known.
@@ -146,9 +146,9 @@ def read_layer_config(path: str, config: dict, model, kind: type = LlamaConfig,
         kept = {name: config[name] for name in names if config.get(name) is not None}
         layer = kind(**{"num_hidden_layers": 1} | kept,
                      max_position_embeddings=context_length(model))
-        kind = layer.rope_parameters["rope_type"]
-        if kind not in ROTARY:
-            raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {kind}")
+        rope = layer.rope_parameters["rope_type"]
+        if rope not in ROTARY:
+            raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {rope}")
         return layer
 
 
@@ -234,8 +234,10 @@ def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
     form.window, form.cap = (told.get(name) or 0
                              for name in ("sliding_window", "final_logit_softcapping"))
     h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]
-    # Their causality or windows differ from those that `layer_types` says.
+    # With these settings a draft has other masks than `layer_types` says.
     odd = [x for x in ("is_causal", "causal", "use_swa", "attention_sink_bias") if told.get(x)]
+    if told.get("is_causal") is False and "sliding_attention" in form.layer_types:
+        odd.append("is_causal false in sliding layers")
     if odd:
         raise InputError(f"expected a draft without {', '.join(odd)}")
     if not 0 <= min(taps) <= max(taps) <= L:

@@ -25,7 +25,7 @@ The output is lossless. Every review is `verify_block` of ../speculative.py, so 
 a level has exactly the distribution of that level's model. This is the q that the next better level
 divides by.
 
-Departures of the paper or its released code:
+Departures from the paper or its released code:
 - How many tokens a level gives. Paper: a matrix of numbers, which is searched. Here: `gamma`,
   `tail` and `inner` fill it, so that a draft reviews only tokens of the next cheaper one. Why:
   three options can be tuned by hand.
@@ -33,11 +33,13 @@ Departures of the paper or its released code:
   samples would not have the target's distribution.
 - Temperature. Paper: 0 in the experiments. Here: any. Why: every token comes with the distribution
   of the level that gave it, and exact sampling needs no more.
-- Max-Gram's guesses. Code: 10 whenever it is asked. Here: as many as are asked for. Why: a level
-  never reviews more.
-- Max-Gram's match. Paper: of any length, and the first one, so that the prompt comes first. Here:
-  of at most 16 tokens, as in rest.py, and the latest one. Why: a search of every length would take
-  longer with every token. Which occurrence guesses better was not measured.
+- Tokens beyond a count. Released code: Max-Gram guesses 10 whenever it is asked, and a draft gives
+  all that its last review brings. Here: both are cut at the count. Why: the options then say how
+  wide a call is.
+- Max-Gram's match. Released code: the first one of any length, so that the prompt comes first. If
+  too few tokens follow it, one more search and then bigrams give the rest. Here: the latest one of
+  at most 16 tokens, as in rest.py, and one more search whenever tokens are missing. Why: a search
+  of every length would take longer with every token. Which match guesses better was not measured.
 - Bigrams. Paper: counted in a corpus of text. Here: in the datastore of rest.py. Why: it is there
   already, and it has the model's own answers.
 
@@ -62,7 +64,7 @@ class Level:
     """Hold a model together with the text whose rows are in its cache.
 
     lm     the model
-    text   its tokens have rows in the cache. A text to be scored need not begin with all of them
+    text   the tokens whose rows are in the cache. A text to be scored may differ from them
     """
 
     def __init__(self, lm: CachedLM, text: list[int]):

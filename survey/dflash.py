@@ -10,10 +10,10 @@
     python -m survey.dflash --adapter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B --chat \
         --prompt "..."                                      # a released draft, not tried here
 
-The h of a token are hidden states of the target there, the outputs of some layers side by side.
-They make the context c of the draft. It has the c of all final tokens but the root, whose own h is
-not known yet. A block has B rows. The first one reads the root, and each of the others reads the
-mask token and guesses the token in whose place it stands. Here B = 4, and x_5 is the root:
+The h of a token are the target's hidden states there, the outputs of some layers side by side. The
+draft turns each h into a c. Its context is the c of all final tokens except the root, whose own h
+is not known yet. A block has B rows. The first one reads the root, and each of the others reads
+the mask token and guesses the token in whose place it stands. Here B = 4, and x_5 is the root:
 
     target    h of x_0 … x_4
                   │
@@ -39,7 +39,8 @@ The chance of a node is the product of the p along its path. The tree has the n 
 is verified as EAGLE's (eagle.py).
 
 Training packs many blocks, whose roots are at random anchors, into one pass over a text. A block
-sees itself and the c before its anchor. Of two blocks with B = 2, a row on the left sees each x:
+sees itself and the c before its anchor. Here are two blocks with B = 2. An x says that the row on
+the left sees the column:
 
                 c_0 c_1 c_2 c_3 c_4   x_2 mask   x_4 mask
         x_2      x   x                 x   x
@@ -52,15 +53,19 @@ sees itself and the c before its anchor. Of two blocks with B = 2, a row on the 
 
 The sums run over the guesses of all blocks. Here g_{k-1} is the token of the text.
 
-Departures, besides those of EAGLE's sampling and tree (eagle.py):
+Departures, besides those of EAGLE's sampling (eagle.py):
+- The tree. DFlash: a chain, one guess a row. Here: a tree as in DDTree, of as many nodes as pay.
+  Why: one pass gives the likeliest tokens of all rows. A released draft gets a tree of B nodes.
 - The Markov head, which DFlash lacks. DSpark: of rank 256. Here: 64. Why: small models have few
-  tokens. With `--markov 0` a draft is DFlash's alone.
+  tokens. With `--markov 0` a draft has DFlash's network.
 - The form. Paper: 5 layers, five taps, a mask token of its own, B of 8 to 16. Here: 2 layers, three
   taps (`--taps`), the EOS for the mask, B = 9. Why: small models. The file says all of it, as a
   released config.json does.
 - Training. Paper: labels are tokens, γ is 7, 5 or 4 by the length of the block, a rate of 6e-4.
-  Here: labels are the target's distributions, γ is 4, the rate 3e-3. Why: small models learn faster
-  so.
+  Here: labels are the target's distributions, γ is 4 for every `--B`, the rate 3e-3. Why: small
+  models learn faster this way.
+
+Left out: DSpark's confidence head, its loss, and its guess by the root's row.
 """
 import heapq
 import random
@@ -151,7 +156,9 @@ class BlockDraft(Part):
         returns   [N, G, B - 1, h], what the LM head reads
         """
         ids = F.pad(tokens[..., None], (0, self.B - 1), value=self.form.mask_token_id).flatten(1)
-        x = self.embed(ids).to(self.fc.weight.dtype) * self.form.input_embedding_scale
+        # Raw rows, as in the released code. Gemma's own module would scale them.
+        x = F.embedding(ids, self.embed.weight).to(self.fc.weight.dtype)
+        x = x * self.form.input_embedding_scale
         at = (places[..., None] + torch.arange(self.B, device=x.device)).flatten(1)  # [N, n]
         context = torch.arange(cache.start, device=x.device).expand(len(at), 1, -1)
         block = torch.arange(at.shape[1], device=x.device) // self.B
@@ -199,7 +206,7 @@ def run_block(draft: BlockDraft, cache: KVCache, features: torch.Tensor,
 def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[list, list]:
     """Grow the tree of the n likeliest nodes below a root. A node has at most RANKS children.
 
-    z        [B, V], the logits of a block, without the Markov head
+    z        [B - 1, V], the logits of a block, without the Markov head
     returns  ids and parents of the nodes, the likeliest first. So the first m are the tree of m
     """
     ids, parents, chances = [root], [-1], [1.0]
@@ -321,7 +328,8 @@ def count_tree_tokens(draft: BlockDraft, texts: list[Text]) -> list[float]:
         for anchor, z in zip(anchors, draft.score(hidden[0])):
             tree, parents = grow_block(draft, z, ids[anchor].item(), MOST)
             counts[follow(tree, parents, ids[anchor + 1:].tolist())] += 1
-    # The first n nodes are the tree of n nodes, which keeps those nodes of the path that it has.
+    # counts[i] says how often the path had node i. The first n nodes are the tree of n nodes, so
+    # the path in that tree has those of its nodes that are below n.
     return (counts.cumsum(0) / counts[0].clamp(min=1)).tolist()
 
 
@@ -351,8 +359,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, tapped), data,
                                  sum(tap_widths(model, tapped)))
     held_texts = compute_features(model, held_out, tapped)
-    # The LM head reads of the draft at first numbers as large as of the target. The first token of
-    # a text is left out, since its hidden state may be far larger than all others.
+    # At first the LM head should read numbers as large of the draft as of the target. The first
+    # token of a text is left out, since its hidden state may be far larger than all others.
     read = texts_of([0])[0].features[1:, draft.fc.in_features:].float()
     torch.nn.init.constant_(draft.norm.weight, read.square().mean(-1).sqrt().median().item())
 

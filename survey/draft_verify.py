@@ -37,19 +37,18 @@ Departures:
 - Fall of γ. Paper: after every round in which γ does not rise. Here: not if the draft had K
   guesses, as in the released code. Why: γ did not end that draft, so a lower γ would not make the
   next one longer.
-- First share of accepted guesses. Paper: 0 in the released code. Here: 0.9. Why: with 0 the first
+- First share of accepted guesses. Released code: 0. Here: 0.9. Why: with 0 the first
   rounds of a text would raise γ whatever they accept.
 - Choice of the blocks. Paper: Bayesian optimization, by the measured speed of each candidate. Here:
   `search` ranks the blocks and then flips them, by a predicted speed. Why: drafts that differ in
   one block differ in time by less than the noise of a measurement.
-- The rule. Paper: guesses are judged one by one. The released code tosses their coins before the
-  draft, which they can end. Here: `verify_block` of speculative.py judges the draft after it was
-  made. Why: no guess may depend on the coin that judges it.
+- The rule. Paper: guesses are judged one by one. Released code: their coins are tossed before the
+  draft, and may end it if `th_random_draft` is below 1. Here: `verify_block` of speculative.py
+  judges the draft after it was made. Why: no guess may depend on the coin that judges it.
 """
 import re
 import sys
 import timeit
-from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -87,15 +86,6 @@ class Skipped(torch.nn.Module):
         return (nothing, *[None] * self.others) if self.is_tuple else nothing
 
 
-def skip_block(layer, name: str, block, args: tuple, output) -> None:
-    """Put a Skipped in the place of a block after it ran, as a forward hook of the block.
-
-    layer, name           the layer and its name for the block, which `partial` gives
-    block, args, output   the block, and what it was given and gave
-    """
-    layer._modules[name] = Skipped(output)
-
-
 @torch.inference_mode()
 def without(model, skipped: dict[str, list[int]] | tuple):
     """Make a model that leaves out some blocks of a model. The other blocks share their weights.
@@ -106,15 +96,20 @@ def without(model, skipped: dict[str, list[int]] | tuple):
     raises    InputError if a layer has no module for a block, as OPT has none for its MLP
     """
     new = share_weights(model)
+    places, outputs = [], {}  # where the blocks are, and what each gives
     for kind, numbers in dict(skipped).items():
         for number in numbers:
             layer = list_layers(new)[number]
             name = name_of(layer, lambda x: re.search(BLOCKS[kind], type(x).__name__),
                            f"layers whose {kind} is a module, got {type(layer).__name__}")
-            layer._modules[name].register_forward_hook(partial(skip_block, layer, name))
+            layer._modules[name].register_forward_hook(
+                lambda block, args, output: outputs.update({block: output}))
+            places.append((layer, name))
     # Whether a block gives a tensor or a tuple differs by family. So each block runs once, on one
     # token, and is replaced then.
     new(input_ids=torch.tensor([[3]], device=new.device), use_cache=False)
+    for layer, name in places:
+        layer._modules[name] = Skipped(outputs[layer._modules[name]])
     return new
 
 
@@ -128,7 +123,8 @@ def move_threshold(threshold: float, share: float, full: bool) -> float:
     full       whether the draft had as many guesses as it may have
     returns    γ + ε or γ - ε, with ε = 0.01. After a full draft γ takes the place of γ - ε
     """
-    if share <= 0.9:  # α = 0.9: too many guesses are rejected, so drafts should become shorter
+    # Eq. 6, with α = 0.9. The released code has < in place of <=.
+    if share <= 0.9:  # too many guesses are rejected, so drafts should become shorter
         return threshold + 0.01
     # The threshold did not end a full draft, so a lower one would not make the next one longer.
     return threshold if full else threshold - 0.01

@@ -35,8 +35,8 @@ target may be of any family.
 
 Departures:
 - The `fc`. Released code: it has a bias, and begins at random. Here: it has none, except in a
-  released head, and begins with embeddings scaled to the size of features. Why: vLLM takes no bias,
-  and both inputs should weigh the same at first.
+  released head, and its random columns for embeddings are scaled by the size of features over that
+  of embeddings. Why: vLLM's layer has none either, and both inputs should weigh the same at first.
 - Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
   the target draws once at each node. Why: one rule serves greedy and sampled output.
 - The tree. EAGLE's paper: static and made by hand. EAGLE-2's: dynamic with 60 nodes, where the 10
@@ -70,7 +70,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
-NOISE = 0.1  # training adds noise to features, uniform in ± NOISE
+# Training adds noise to features, uniform in ± NOISE. The released code scales it by 512 / T.
+NOISE = 0.1
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
 RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each level get children
 
@@ -93,7 +94,7 @@ class EagleLayer(Part):
     `lm` is a model of one layer, with the target's embeddings and LM head. It reads what `fc` makes
     of a token's embedding and a feature.
 
-    config   of the layer, Llama's or Qwen2's. None: as wide as the target
+    config   of the layer, a Llama's. None: as wide as the target
     bias     whether `fc` has a bias, as some released heads have
     seed     of the random weights that it begins with
 
@@ -175,7 +176,7 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
 def scale_levels(n: int, depth: int) -> list[int]:
     """Say how many nodes of each level of a tree of n nodes get children.
 
-    The first level is the root. Of the others it is n / 6 each, as EAGLE-2 expands 10 in 60 nodes.
+    Of the first level it is the root. Of each other it is n / 6, as EAGLE-2 expands 10 of 60 nodes.
     """
     most = min(RANKS, max(1, RANKS * n // RELEASED_NODES))
     return [1, *[most] * (depth - 1)][:depth]
@@ -184,8 +185,8 @@ def scale_levels(n: int, depth: int) -> list[int]:
 def plan_eagle(draft: EagleLayer) -> Iterator[Choice]:
     """Yield trees of all sizes and depths, for the clock to choose from.
 
-    A plan has the number of nodes of a tree, and its levels. A tree is taken to be as
-    good as the tree of its size that measured acceptance plans.
+    A plan has the number of nodes of a tree, and for each level how many nodes get children. The
+    tree is taken to be as good as the one that `best_tree` plans by measured acceptance.
     """
     whole = best_tree(draft.accept, MOST)
     for depth in range(1 + len(draft.accept)):
@@ -232,17 +233,17 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
     # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
     # feature and guesses the root's children.
     logits = feed(draft, lm, unfed)
-    expanded = [0]
+    newest = 0  # the first node of the newest level
     row_of = {0: -1}  # the row of a node in the draft's pending tree. -1: the end of the context
     feature_of = {0: lm.features[-1]}  # the feature that the row of a node made
     kept = [0]  # the n likeliest nodes. A parent is at least as likely as its children, and earlier
     for depth, most in enumerate(levels):
+        # The likeliest nodes of the newest level get children. A node that is not kept now is not
+        # kept later, and neither are its children.
+        expanded = [x for x in kept if x >= newest][:most]
+        if not expanded:
+            break
         if depth > 0:
-            # The likeliest nodes of the newest level get children. A node that is not kept now is
-            # not kept later, and neither are its children.
-            expanded = [x for x in kept if x >= newest][:most]
-            if not expanded:
-                break
             # The row of a node reads its token, and what the row of its parent made. It hangs below
             # the row of the parent, so that it sees only the rows of its path.
             above = [parents[x] for x in expanded]
@@ -281,7 +282,7 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str 
 
 def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, sample: Sampler,
            log: list | None) -> Iterator[list[int]]:
-    """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 has this loop, too."""
+    """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 and MTP have it too."""
     lm = target.once(type(target), draft.lm, target.vocab)
     prompt = begin(prompt, target, taps=draft.taps)
     lm.start([])

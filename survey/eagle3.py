@@ -86,7 +86,7 @@ class Layer(LlamaDecoderLayer):
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """Compute a [B, n, h] of hidden_states [B, n, 2h], which are embeddings and features.
 
-        The clock times passes over tokens, whose embeddings [B, n, h] are taken for both.
+        `check` runs the layer on tokens, whose embeddings [B, n, h] are taken for both.
         """
         e, g = hidden_states[..., :self.hidden_size], hidden_states[..., -self.hidden_size:]
         normed = self.hidden_norm(g)
@@ -270,7 +270,7 @@ def choose_lessons(draft: Part, ids: torch.Tensor, answers: torch.Tensor,
     """Choose the tokens to be learned, and compute the target's distributions of them.
 
     ids        [B, T]
-    answers    bool [B, T - 1], where the next token is of an answer (`training.pad_pairs`)
+    answers    bool [B, T - 1], where the next token is of an answer (`pad_pairs`)
     hidden     [B, T, f], what the target's LM head reads
     score      turns rows of `hidden` into logits of the draft's vocabulary (parts.score_with)
     returns    learns and probs, as `unroll_loss` takes them

@@ -13,7 +13,7 @@ the authors exit after 8 layers and draft 6 tokens (not tried here):
     python -m survey.layerskip --target facebook/layerskip-llama2-7B --tuning "" --E 8 --gamma 6
 
 `export` makes such a model of a tuning. transformers decodes it with `assistant_early_exit=E` of
-`generate`, and an engine serves it as any other model, without early exits:
+`generate`. An engine would serve it as any other model, without early exits (not tried here):
 
     python -m survey.layerskip export --tuning my.safetensors --out tuned
 
@@ -46,8 +46,8 @@ Departures:
 - Layer dropout. Paper: each sample of a batch draws the layers that it leaves out. Here: a batch
   draws them once. Why: the samples of a batch go through a layer together. A layer that is left out
   runs all the same, and its output is thrown away, so no time is saved.
-- Exits of a step. Paper: every R-th layer, with R of 8 to 39, and steps take turns at which layer
-  is the first. Here: every third layer, of which the first is drawn, and always the last layer.
+- Exits of a step. Paper: every R-th layer, with R of 8 to 39, and the first of them changes from
+  step to step. Here: every third layer, of which the first is drawn, and always the last layer.
   Why: with R of 8 or more, 12 layers would have one or two early exits in a step, or none. A first
   layer that is drawn does not depend on the number of the step, so a stopped run goes on as if it
   had not stopped.
@@ -98,9 +98,9 @@ def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt:
     prompt = begin(prompt, early)
     late.start([])
     # The late layers cache the context from its hidden states. A long prompt comes in parts.
-    for part in early.features.split(late.PART) if prompt[1:] else ():
-        late.forward(part, keep=0)
-        late.commit(range(len(part)))
+    for i in range(0, early.length, late.PART):
+        late.forward(early.features[i:i + late.PART], keep=0)
+        late.commit(range(len(late.parents)))
     root = prompt[-1]
     while True:
         # Self-drafting (4.3.1): the early layers run once a token, and their exit guesses the next.

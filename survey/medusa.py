@@ -228,7 +228,8 @@ def plan_medusa_tree(trained: Heads, nodes: int) -> list[Node]:
     """
     if trained.accept:
         return best_tree(trained.accept, nodes)
-    # A word is a node of the released tree: its digits are the ranks along the node's path.
+    # A word is a node of the released tree: its digits are the ranks along the node's path. So the
+    # word without its last digit is the node's parent.
     words = ["", *(word for word in MEDUSA_TREE if len(word) <= trained.K)][:nodes]
     return [Node(0.0, -1, 0, 0)] + [
         Node(0.0, words.index(word[:-1]), len(word), int(word[-1])) for word in words[1:]]

@@ -15,9 +15,9 @@ final norm. Row i has position i:
                            fc ── layer ── norm ──> f̂_{i+1} ── LM head ──> guesses of t_{i+2}
     f_i ───────── norm_h ──┘
 
-In the rows of guesses f̂ stands for f. All of that is EAGLE's (eagle.py, whose trees and cache are
-used here), except for the norms. The loss is not: nothing ties f̂ to the target's own feature. The
-layer learns from what it guessed itself, as EAGLE-3's does (eagle3.py):
+The row of a guess reads f̂ in place of f. All of that is EAGLE's (eagle.py, whose trees and cache
+are used here), except for the norms. The loss is not: nothing ties f̂ to the target's own feature.
+The layer learns from what it guessed itself, as EAGLE-3's does (eagle3.py):
 
     loss = Σ_n 0.6^n CrossEntropy(target's distribution, the guess of pass n)
 
@@ -33,17 +33,18 @@ target's layers. transformers drops them, so they are read from the safetensors 
     mtp.norm.weight                     shared_head.norm.weight
     the target's                        shared_head.head.weight, embed_tokens.weight
 
-A wrong norm or order leaves the text as it is, and only fewer guesses are right. Engines found that
-in both forms more guesses are accepted if f and f̂ are read after the final norms (pull requests
-45895 of vLLM and 24025 of llama.cpp). An older vLLM sets the embedding to 0 at position 0, which
-its issue 33299 calls a mistake, and which is not done here.
+A wrong norm or a wrong order leaves the text as it is, and only fewer guesses are right. Engines
+found that more are accepted if f and f̂ are read after the final norms: vLLM in DeepSeek's form
+(pull request 45895), and llama.cpp in Qwen's (24025). vLLM has set the embedding to 0 at position
+0, which its issue 33299 calls a mistake. It is not done here.
 
 Departures, besides those of EAGLE's tree (eagle.py):
 - Blocks. DeepSeek-V3's paper: a block for each depth. Here: one block, which reads its own output,
   as in FastMTP. Why: the checkpoints have one. MiMo's blocks have other names, and are not read.
 - Training. DeepSeek-V3's paper: the target learns too, and row j of a later pass sees the rows of
-  its pass up to j. Here: the target stays frozen, as in FastMTP, and rows see what they see in
-  decoding. Why: the output is then still the target's own.
+  its pass up to j. Both papers: labels are tokens. Here: the target stays frozen, as in FastMTP,
+  rows see what they see in decoding, and labels are the target's distributions. Why: the output is
+  then still the target's own, and a distribution says more than a token.
 - Begin. DeepSeek-V3's paper: blocks begin at random, like the target. Here: `train` begins with the
   target's last layer of full attention and its final norm. Why: the target has learned already.
 """
@@ -128,7 +129,7 @@ class MTPBlock(Part):
                 for inner, x in module.state_dict(keep_vars=True).items()}
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained and kept in a file: all weights but those that no gradient has."""
+        """Return what is trained and kept in a file: all weights that can have a gradient."""
         return {name: x for name, x in self.parts().items() if x.requires_grad}
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:

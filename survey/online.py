@@ -19,7 +19,7 @@ weights that it had when the request began. Whatever it learns, the output is th
 (../speculative.py).
 
 Departures:
-- The row of a failure. Paper: the released code learns one row later. Here: the row that predicts
+- The row of a failure. Released code: it learns one row later. Here: the row that predicts
   the corrected token. Why: only this row was wrong.
 - The type of the draft. Paper: any. Here: the copy that learns and serves is float32, whatever
   --dtype says. Why: half precision would lose the small steps of its weights. The price: on a GPU a

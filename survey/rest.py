@@ -73,7 +73,8 @@ from typing import Iterable, Iterator, NamedTuple
 
 from common import CachedLM, InputError, Sampler, begin, context_length, greedy, trie, walk
 from support.clock import Choice, Clock
-from support.parts import MODELS, explain_errors, follow, load_part, require, save_part
+from support.files import explain_errors
+from support.parts import MODELS, follow, load_part, require, save_part
 from training.loop import collect_answers
 
 import torch
@@ -328,8 +329,8 @@ def load_datastore(path: str | Path, model) -> Datastore:
                     for rows, found in zip(CALLS, header["tokens_per_call"], strict=True)}
     # `as_text` adds 1 to a token. So this character stands for the last row of embeddings.
     last = chr(len(model.get_input_embeddings().weight))
-    if not BOUNDARY < max(text, default=BOUNDARY) <= last:
-        raise InputError(f"expected tokens that the model has, got {str(path)!r} with others")
+    if not text.strip(BOUNDARY) or max(text) > last:
+        raise InputError(f"expected tokens that the model has, got none or others in {str(path)!r}")
     return Datastore(text, measured)
 
 

@@ -32,7 +32,7 @@ def compute_features(model, data: list[tuple[list[int], list[int]]],
 def measure_acceptance(draft, held_out: list[Text]) -> list[list[float]]:
     """Measure how often guesses are right on the path that a static tree reaches most often.
 
-    draft     the draft, of EAGLE or of EAGLE-3
+    draft     the draft, of EAGLE, EAGLE-3 or MTP
     held_out  texts with their features
     returns   accept[n][r]: how often guess r is right after n guessed features. Only rows count
               whose n earlier likeliest guesses are all right
@@ -79,7 +79,7 @@ def measure_acceptance(draft, held_out: list[Text]) -> list[list[float]]:
 def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     """Measure the acceptance of a draft that is being trained, as `Training` asks for it.
 
-    draft     the draft, of EAGLE or of EAGLE-3
+    draft     the draft, of EAGLE, EAGLE-3 or MTP
     held_out  texts with what the draft reads of them
     returns   {"accept": the table}, and a line to print
     """
