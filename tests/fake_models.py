@@ -91,7 +91,7 @@ def scripted(following, vocab: int) -> Recorder:
 
 
 def counting(vocab: int = 20, exceptions: dict = {}) -> Recorder:
-    """Make a model that counts, but for exceptions {token: the token that follows it}."""
+    """Make a model that counts, with `exceptions` {token: the token that follows it}."""
     return scripted(lambda text: exceptions.get(text[-1], (text[-1] + 1) % vocab), vocab)
 
 

@@ -1,4 +1,5 @@
-"""What many test files use: the first tokens of a method, a command line, a call that Ctrl-C stops.
+"""Helpers that many test files use: the first tokens of a method, a command line, and a call that
+Ctrl-C stops.
 
 Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
 import ast
@@ -42,7 +43,7 @@ def mask_logits(model, *given) -> torch.Tensor:
 
 
 def main(*args, **special) -> int:
-    """Run `cli.main.main`, also where argparse ends the process; return the exit status."""
+    """Run `cli.main.main`, even if argparse ends the process, and return the exit status."""
     try:
         return run_command_line(*args, **special)
     except SystemExit as end:

@@ -1,4 +1,5 @@
-"""Distributions of tokens: the law of an output by enumeration, and a test of counts against it.
+"""These functions compute the law of an output, a distribution of tokens, by enumeration. They also
+test counts against a law.
 
     law(logits_of, sample, prompt, n)    what n sampled tokens must follow: the chain rule
     chi_square_ok(counts, law)           whether these counts may come from this law
@@ -60,7 +61,7 @@ WARM = 3.0  # the temperature: target and draft differ in many tokens, and none 
 
 
 class Coins:
-    """Numbers drawn from [0, 1). Whether one is below a chance is a choice.
+    """Holds numbers drawn from [0, 1). Whether one is below a chance is a choice.
 
     Each number is compared with one chance. If it were compared again, two events would have the
     same coin.

@@ -362,7 +362,7 @@ MUTANTS = {
 
 
 class Mutant(NamedTuple):
-    """A mistake in a file, and the whole text of the file with it."""
+    """Holds a mistake in a file, and the whole text of the file with it."""
     number: int
     file: str
     mistake: str
@@ -376,7 +376,7 @@ def read(file: str) -> str:
 
 
 def list_written() -> list[Mutant]:
-    """List the mutants of MUTANTS. Raises ValueError if a file does not have a text once."""
+    """Return the mutants of MUTANTS. Raises ValueError if a file does not have a text once."""
     found = []
     for file, entries in MUTANTS.items():
         source = read(file)
@@ -397,7 +397,7 @@ def called(node: ast.AST) -> str:
 
 @functools.cache
 def list_files(*folders: str) -> list[str]:
-    """List the Python files of some folders."""
+    """Return the paths of the Python files of some folders."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).glob("*.py"))]
     return [path.relative_to(ROOT).as_posix() for path in paths]
 
@@ -455,8 +455,8 @@ def commands_of(file: str) -> list[list[str]]:
     """Return the arguments of pytest that guard a file, as one list for each file of tests.
 
     The tests of the file's own name come first, then all that use it. Of a table of all methods
-    only the lines of this file's methods run. What no test uses is guarded by the tests of those
-    that use it.
+    only the lines of this file's methods run. A file that no test uses is guarded by the
+    tests of the files that use it.
     """
     own = f"tests/test_{Path(file).stem}.py"
     tests = [x for x in list_files("tests") if Path(x).name.startswith("test_")]

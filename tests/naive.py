@@ -29,7 +29,7 @@ class Context:
         if self.fed:
             self.model(inputs_embeds=torch.stack(self.fed)[None], past_key_values=past)
         for i, layer in enumerate(past.layers):
-            if layer.keys is not None:  # a view of late layers has no early ones
+            if layer.keys is not None:  # a view of the late layers has no early ones
                 rows = layer.keys, layer.values
                 copies.update(*(x.expand(n, -1, -1, -1) for x in rows), i)
         return copies

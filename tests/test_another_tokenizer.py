@@ -28,8 +28,8 @@ def translation_of(*tokenizers) -> Translation:
 
 
 def test_what_tokens_stand_for():
-    """Spaces and bytes in two alphabets, and a special token, which stands for itself. Ids that the
-    model has no logits for are left out."""
+    """Spaces and bytes are read in two alphabets, and a special token stands for itself. Ids that
+    the model has no logits for are left out."""
     of_bytes = letters("aĠÃ©")
     of_bytes.add_special_tokens({"eos_token": "<end>"})
     assert read_bytes(of_bytes, 9) == {0: b"a", 1: b" ", 2: b"\xc3", 3: b"\xa9", 4: "<end>"}
@@ -80,7 +80,7 @@ def with_bos(text: str) -> PreTrainedTokenizerFast:
 
 
 def test_a_text_begins_with_the_bos_of_the_draft():
-    """It has it once. The target's is left out also where the draft knows none."""
+    """The draft's BOS is there once. The target's is left out even if the draft knows none."""
     one, other, neither = with_bos("ab"), with_bos("bac"), letters("ab")
     assert translation_of(one, other).encode([2, 0, 1]) == [3, 1, 0]
     assert translation_of(neither, other).encode([0, 1]) == [3, 1, 0]

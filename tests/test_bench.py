@@ -153,7 +153,7 @@ def bench():
 
 
 def test_rows_say_what_the_bench_does_not(bench):
-    """A row's own options come first: nodes, sampling, length and model."""
+    """A row's own options replace those of the bench: nodes, sampling, length and model."""
     (_, prompt), *_ = bench.pairs
     for line, most in (("medusa --heads hydra", 4), ("medusa --nodes 3", 2)):  # all but the root
         assert max(record["guessed"] for record in bench.row(line)(prompt).log) == most

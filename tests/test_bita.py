@@ -1,5 +1,5 @@
-"""BiTA: trees, positions, labels and loss by hand. Masks are trained on what they see in decoding.
-That they change no token of the text is in test_lossless.py."""
+"""BiTA's trees, positions, labels and loss are checked by hand. Masks are trained on what they see
+in decoding. That they change no token of the text is in test_lossless.py."""
 import itertools
 import random
 
@@ -41,8 +41,8 @@ def test_the_full_tree():
     ("efficient", 2, 6), ("full", 2, 14), ("chain", 1, 3)])
 def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k, guessed,
                                                                          monkeypatch):
-    """As training sees these masks. Of few tokens candidates are often accepted. A chain's only
-    masks are the root's, of which the first ones are used up (Fig. 4)."""
+    """The masks must see what training sees. The tokens are few, so candidates are often accepted.
+    A chain has only the root's masks, and the first ones are used up (Fig. 4)."""
     model, used, expected, log = tiny("llama", vocab_size=8), [], [[]], []
     monkeypatch.setattr(module, "build_tree", lambda candidates, *more, **options:
                         used.append(candidates) or build_tree(candidates, *more, **options))
@@ -92,8 +92,8 @@ def test_an_anchored_batch_by_hand():
 
 
 def test_anchors_are_capped_and_drawn_evenly():
-    """`most` of them, all different, in order, any of the 18 places alike: each is expected in
-    2,000 / 6 draws, with a standard deviation of 17."""
+    """An answer has up to `most` anchors, all different and in order. Its 18 places are equally
+    likely: each is expected in 2,000 / 6 draws, with a standard deviation of 17."""
     data, counts, rng = [([1, 2], list(range(3, 22))), ([1], [2, 3, 4])], [0] * 18, random.Random(0)
     for _ in range(2000):
         _, anchors, labels = sample_anchors(data, 2, 3, rng)
@@ -134,7 +134,7 @@ def test_training_sees_what_decoding_sees(family, P):
 
 
 def test_the_loss_by_hand():
-    """Eq. 1 over the labels that there are, each as much as any other."""
+    """The loss is Eq. 1 over the labels that there are, each as much as any other."""
     labels = torch.tensor([[[2, 0], [1, -100]], [[-100, -100], [0, -100]]])
     logits = torch.randn(2, 2, 2, 3, generator=torch.Generator().manual_seed(0))
     terms = [-logits[at].softmax(-1)[labels[at]].log()

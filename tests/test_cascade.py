@@ -1,5 +1,5 @@
-"""Cascades of drafts: every review has the distribution of the model that reviews; the cheapest
-guesser by hand. That the text is the target's is in test_lossless.py."""
+"""In a cascade of drafts every review has the distribution of the model that reviews. The cheapest
+guesser is checked by hand. That the text is the target's is in test_lossless.py."""
 import pytest
 import torch
 

@@ -1,4 +1,5 @@
-"""The command line: what goes where, right and wrong options, tuning, commands, interruptions."""
+"""These tests run command lines: where input and output go, right and wrong options, tuning,
+commands and interruptions."""
 import contextlib
 import functools
 import importlib
@@ -104,7 +105,7 @@ def costs(clock):
 
 
 def test_figures_add_up(ask, costs):
-    """The time of the prompt is in the seconds and the shares, but it is no call. The text alone
+    """The time of the prompt is in the seconds and the shares, but it is no call. Only the text
     is on stdout."""
     status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30",
                            file="speculative")
@@ -174,8 +175,8 @@ def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
 
 
 def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
-    """Arguments, standard input, a file of either format, or else the examples. Several prompts go
-    to stderr before their answers."""
+    """Prompts are read from the arguments, from standard input or from a file of either format.
+    Without any of them the examples are read. Several prompts go to stderr before their answers."""
     def said(*argv) -> str:
         return ask(*argv, "--max-new-tokens", "6")[1]
     _, _, err = ask(*TWO, "--max-new-tokens", "6")
@@ -304,8 +305,9 @@ def test_methods_and_their_options(capsys):
 
 
 def test_what_a_method_is_given(ask, monkeypatch):
-    """The tokenizer's size, for embeddings are often padded beyond it; with --graphs models that
-    run so and have been checked so; what prompts share, made anew for each run; and `eos`."""
+    """A method gets models with the tokenizer's size, since embeddings are often padded beyond it.
+    With --graphs its models run as graphs, and were checked as such. Objects that prompts share are
+    made anew for each run, and `eos` is passed on."""
     seen, checked = [], []
     monkeypatch.setattr("cli.main.check", lambda *checks: checked.append(checks))
 
@@ -388,7 +390,7 @@ FIRST = [
     ("jacobi --draft x", "--draft is no option of jacobi, got 'x'"),
 ]
 
-# What else is refused. The line on stderr names the last option or the last value.
+# These are refused as well. The line on stderr names the last option or the last value.
 REFUSED = """
 speculative --gam 3
 speculative --max-new-tokens 0
@@ -447,8 +449,9 @@ def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
 
 
 def test_nothing_that_is_there_is_replaced(tmp_path, ask):
-    """Neither a folder nor a file, even one of the same command, but for an empty one, a page that
-    is made again, and a file with which a stopped run goes on."""
+    """A result replaces neither a folder nor a file, even one of the same command. Three kinds of
+    file are taken all the same: an empty one, a page that is made again, and a file with which a
+    stopped run goes on."""
     folder, file = tmp_path / "model", tmp_path / "file"
     argv = ["export", "--tuning", f"{ROOT}/models/layerskip.safetensors", "--device", "cpu",
             "--out", str(folder)]
@@ -471,8 +474,8 @@ def test_nothing_that_is_there_is_replaced(tmp_path, ask):
 # ------------------------------------------------------------------------- several drafts, tuning
 
 def test_several_drafts(ask):
-    """A share of the time and a cache for each, on all prompts. Text as AR's. --tune leaves out a K
-    that leaves a model without a draft."""
+    """Each draft has a cache of its own and a share of the time in the report, over all prompts.
+    The text is AR's. --tune leaves out a K that leaves a model without a draft."""
     ask = functools.partial(ask, *ONE, "--draft", DRAFT, file="survey.several_drafts")
     status, _, err = ask("--draft", TARGET, "--prompt", "cakes", "--max-new-tokens", "12",
                          "--gamma", "3", "--compare")
@@ -592,7 +595,7 @@ def test_interrupted_in_the_middle(ask, heed, n, more, number):
 
 
 def test_a_trace_is_written_of_what_was_decoded(ask, heed, tmp_path):
-    """Also after Ctrl-C. If nothing was decoded, an older page stays."""
+    """The page is written even after Ctrl-C. If nothing was decoded, an older page stays."""
     heed(signal.SIGINT)
     page = tmp_path / "x.html"
     argv = [*ONE, "--max-new-tokens", "4", "--trace", str(page)]
@@ -603,8 +606,8 @@ def test_a_trace_is_written_of_what_was_decoded(ask, heed, tmp_path):
 # ------------------------------------------------------------------------ other processes
 
 def run_files(top: Path, lines: list[list[str]]) -> int:
-    """Be a process in a locale of ASCII that does what `python FILE …` or `python -m MODULE …` does
-    in a copy of the project, line by line: each finds the modules of the copy, and no others."""
+    """Run lines in a process with a locale of ASCII, as `python FILE …` or `python -m MODULE …`
+    does in a copy of the project. Each line finds the modules of the copy, and no others."""
     for stream in sys.stdout, sys.stderr:
         stream.reconfigure(encoding="ascii")
     for file, *argv in lines:
@@ -635,7 +638,8 @@ def test_files_of_a_folder_with_an_odd_name_run_in_a_locale_of_ascii(tmp_path):
 
 
 def test_a_closed_pipe_ends_as_ctrl_c_does(tmp_path):
-    """As before `| head -c 5`. What was decoded has its page, and nothing is said of the pipe."""
+    """The process must end as before `| head -c 5`. It writes the page of what was decoded, and
+    says nothing of the pipe."""
     page = tmp_path / "x.html"
     process, _, out, err = fork(script, "speculative", "--trace", str(page),
                                 *["--prompt", PROMPT] * 500)

@@ -76,7 +76,8 @@ def test_trajectories_follow_the_iteration_to_the_autoregressive_output(limit, e
 
 
 def test_augmentation_only_sets_wrong_tokens_right():
-    """In half of 200 states; of their wrong tokens about 0.3, and never the first one."""
+    """About half of 200 states are changed. About 0.3 of their wrong tokens are corrected, and
+    never the first one."""
     path = [[1, *[0] * 10]] * 200 + [[1, *range(2, 12)]]
     new = [[*y] for y in path]
     augment_states(new, 0.3, random.Random(0))
@@ -106,7 +107,8 @@ def test_collected_lines(tmp_path):
 
 
 def test_collecting_goes_on_where_it_was(tmp_path):
-    """Stopped while it wrote the third answer; not with other settings."""
+    """A run that stopped, say while it wrote the third answer, ends with the file of a whole run.
+    With other settings a run does not go on."""
     model, whole, half = tiny("llama"), tmp_path / "whole", tmp_path / "half"
     options = dict(n=6, max_new_tokens=12, augment=1.0)
     collect(model, WORDLESS, PROMPTS, out=whole, **options)
@@ -134,8 +136,9 @@ def rows_of(model, n=6):
 
 
 def test_a_state_leaves_the_answer_at_its_first_wrong_token():
-    """By hand: the header's picture, and a state whose last two tokens predict nothing: the 3 is
-    the last token of its block, and the 9 after a wrong token does not come back to the answer."""
+    """The first tree is the header's picture. In the last one 3 and the second 0 predict nothing,
+    since they are the last tokens of their blocks. The 9 after a wrong token does not come back to
+    the answer."""
     root, a1, a2, a3, x2, x3 = range(6)
     ids, parents, compared = training_tree([root, a1, a2, a3], [(0, [root, a1, x2, x3])])
     assert (ids, parents) == ([root, a1, a2, a3, x2], [-1, 0, 1, 2, 1]) and compared == [(2, 4)]
@@ -148,8 +151,8 @@ def test_a_state_leaves_the_answer_at_its_first_wrong_token():
 
 @pytest.mark.parametrize("name, kind", [("gpt2", "forward-kl"), ("mistral", "reverse-kl")])
 def test_losses_equal_a_plain_computation(name, kind):
-    """Eqs. 4 and 6 position by position, a pass each; the gradient too, with a constant teacher.
-    Answers without states have no consistency loss."""
+    """The plain computation takes a pass for each position of Eqs. 4 and 6. The gradient must be
+    equal too, with a constant teacher. Answers without states have no consistency loss."""
     model, rng = tiny(name), random.Random(1)
     rows, weight = rows_of(model)[:2], model.get_input_embeddings().weight
     states = [draw_states(row, 2, rng) for row in rows]
@@ -186,14 +189,14 @@ def test_states_are_those_before_the_fixed_point():
 # ---------------------------------------------------------------------------------- training
 
 def write(path, rows):
-    """A file of trajectories."""
+    """Write a file of trajectories."""
     lines = [{"model": "m", "n": 6}, *rows]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 def test_w_is_the_weight_of_the_ar_loss(tmp_path, monkeypatch):
-    """Eq. 7."""
+    """The loss of the training is Eq. 7."""
     found = []
     monkeypatch.setattr(Training, "train", lambda self, loss_of, evaluate: found.append(
         loss_of(random.Random(0)).item()))

@@ -31,8 +31,8 @@ FEW = ("llama", "gpt2", "gemma3", "gpt-oss", "deepseek-v3")  # as graphs: one of
 def alone(model, *texts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the logits and the features after each text, without a cache, tree or mask of ours.
 
-    Shorter texts have padding behind them, which no token of them looks at. Features are what the
-    LM head reads.
+    Shorter texts are padded at the end, and none of their tokens looks at the padding. Features are
+    what the LM head reads.
     """
     longest, read = max(map(len, texts)), []
     ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=model.device)

@@ -1,5 +1,5 @@
-"""The block draft: a released one guesses what its formula says, packed blocks are what decoding
-computes, the loss is that of the guesses one by one, the tree has the likeliest of all paths."""
+"""A released block draft guesses what its formula says. Packed blocks are what decoding computes,
+the loss is that of the guesses one by one, and the tree has the likeliest of all paths."""
 import itertools
 import random
 
@@ -78,7 +78,7 @@ def guess_by_formula(w: dict, text: list[int]) -> torch.Tensor:
         def heads(z: torch.Tensor, kind: str) -> torch.Tensor:
             z = norm((z @ of[f"self_attn.{kind}_proj.weight"]).view(len(z), -1, 10),
                      of[f"self_attn.{kind}_norm.weight"])
-            # `rotate` turns rows 0, 1, …, of which these are the last ones.
+            # `rotate` turns rows 0, 1, …, and these are the last ones.
             before = z.new_zeros(m + 4 - len(z), *z.shape[1:])
             return rotate(torch.cat([before, z]), 5e4, 1.0)[-len(z):]
         q, k = heads(y, "q"), heads(rows, "k").repeat_interleave(2, 1)
@@ -97,7 +97,7 @@ def guess_by_formula(w: dict, text: list[int]) -> torch.Tensor:
 
 
 def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
-    """After each round of a text."""
+    """The guesses are compared after each round of a text."""
     w, seen, real = draw_tensors(), [], grow_block
     monkeypatch.setattr(module, "grow_block", lambda *given: seen.append(given[1:]) or real(*given))
     adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
@@ -133,7 +133,7 @@ def test_a_draft_that_would_be_misread_is_refused(tmp_path, change, said):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_packed_blocks_are_what_decoding_computes(family):
-    """Each of many anchors of two texts of different lengths."""
+    """Many anchors of two texts of different lengths are compared."""
     model = tiny(family)
     draft, cache = make_draft(model), KVCache()
     texts = texts_of(draft, model, [(TEXT[:5], TEXT[5:]), (TEXT[3:4], TEXT[4:11])])
@@ -226,7 +226,7 @@ def test_tokens_by_hand(monkeypatch):
 
 
 def test_sizes_are_planned_by_tokens():
-    """A tree of one node needs no block. A released draft has a tree of B nodes."""
+    """No block is needed for a tree of one node. A released draft has a tree of B nodes."""
     draft = make_draft()
     assert [choice.plan for choice in plan_block(draft)] == [5]
     draft.tokens = [1.0, 1.8, 2.2]

@@ -78,15 +78,17 @@ def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monke
 @pytest.mark.parametrize("share, full, moved", [
     (0.9, False, 0.51), (0.9, True, 0.51), (0.91, False, 0.49), (0.91, True, 0.5)])
 def test_the_threshold_rises_where_too_little_is_accepted(share, full, moved):
-    """Eq. 6. A full draft that is accepted would not be longer with a lower one."""
+    """The threshold moves by Eq. 6. A full draft that is accepted would not be longer with a lower
+    one."""
     assert move_threshold(0.5, share, full) == pytest.approx(moved)
 
 
 @pytest.mark.parametrize("guesses, thresholds", [
     (2, [0.0, 0.0, 0.001, 0.002, 0.003]), (1, [1.5, 1.499, 1.5, 1.501, 1.502])])
 def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresholds, monkeypatch):
-    """Eq. 5 and 7, after rounds of which all, no, all, all and all guesses are accepted. They are
-    two, or one with a threshold above 1. A block that is left out counts as half a layer."""
+    """These are Eqs. 5 and 7 after rounds that accept all, no, all, all and all guesses. The
+    guesses are two, or one with a threshold above 1. A block that is left out counts as half a
+    layer."""
     script, given, log = iter([guesses, 0, guesses, guesses, guesses]), [], []
     shares = [0.95, 0.475, 0.7375, 0.86875, 0.934375]
 
@@ -143,7 +145,7 @@ def test_the_predicted_speed_by_hand():
 
 def test_search_finds_the_blocks_that_add_nothing(tmp_path, clocked):
     """The clock is asked three times, since drafts that differ in one block differ by its noise. A
-    draft costs the sum of its blocks and of the rest. The file is of this model alone."""
+    draft costs the sum of its blocks and of the rest. The file is only for this model."""
     nothing, file = {"attention": [1], "mlp": [0, 2]}, tmp_path / "blocks.json"
     model = zeroed(nothing)
     search(model, WORDLESS, [p for p, _ in DATA], out=file, max_new_tokens=8)

@@ -1,5 +1,6 @@
-"""EAGLE: a token is one ahead of its feature, trees and rates are those of a draft without caches,
-and the loss is the paper's. tests/test_lossless.py checks the output, whatever the draft is."""
+"""In EAGLE a token is one ahead of its feature. Trees and rates are those of a draft without
+caches, and the loss is the paper's. The output is checked in test_lossless.py, whatever the draft
+is."""
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +23,8 @@ ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.2
 
 @torch.inference_mode()
 def guess(model, draft, text, path, ranks) -> list[tuple[int, float]]:
-    """Guess the likeliest tokens, with their probabilities, after a text and a path below its root:
-    all features of the text and all rows of the draft are computed anew."""
+    """Guess the likeliest tokens, with their probabilities, after a text and a path below its root.
+    All features of the text and all rows of the draft are computed anew."""
     f = model.get_decoder()(input_ids=torch.tensor([text[:-1]]), use_cache=False)[0]
     tokens = text + path
     for n in range(len(text), len(tokens) + 1):  # the last row's feature is guessed
@@ -78,7 +79,7 @@ def test_plans_are_trees_of_each_size_and_depth():
 @pytest.mark.parametrize("family, sampled", [("llama", 3), ("gemma2-capped", 512)])
 def test_the_loss_by_hand(family, sampled, monkeypatch):
     """Row by row: SmoothL1 of each row that guesses a token of an answer, and the cross-entropy of
-    its guess or of a sample of them. Features that are read are noisy, those that are learnt are
+    its guess or of a sample of them. Features that are read are noisy, and learnt features are
     not. Only the draft gets gradients."""
     monkeypatch.setitem(FAMILIES, "gemma2-capped", SCALED["gemma2-capped"])
     monkeypatch.setattr(module, "SAMPLED", sampled)
@@ -106,8 +107,8 @@ def test_the_loss_by_hand(family, sampled, monkeypatch):
 
 
 def test_acceptance_by_hand():
-    """True rows up to a place, then n rows of guessed features and true tokens, all computed anew.
-    A guess counts where the likeliest guesses above it are right."""
+    """The draft reads true rows up to a place, then n rows of guessed features and true tokens, all
+    computed anew. A guess counts if the likeliest guesses above it are right."""
     model, text = tiny("llama", vocab_size=5), [i * i % 37 % 5 for i in range(40)]
     draft = rand(EagleLayer(model), [], 0.2)
     right, total = torch.zeros(LEVELS, 4), torch.zeros(LEVELS, 1)

@@ -70,7 +70,7 @@ def test_what_cuda_takes_and_what_is_counted():
 
 # ----------------------------------------------------------------------------------- trainings
 
-TWINS = {  # of which another line runs all the code
+TWINS = {  # another line runs all the code of each
     "bita train --P 3 --M 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
     "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
 OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "hybrid.hybrid fit"]
@@ -118,7 +118,7 @@ def test_a_command_line_runs_on_the_simulated_gpu(graphs, small_llama, capsys):
 # ------------------------------------------------------------------------------- make gpu-dry
 
 def test_what_a_method_asks_of_a_gpu_is_counted_without_its_prompt():
-    """Autoregressive decoding makes a call for each token, and waits for that token alone."""
+    """Autoregressive decoding makes a call for each token, and waits only for that token."""
     with FakeCuda() as gpu:
         lm = TimedLM(tiny("llama").to("cuda"))
         methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (1, 3, 9)]

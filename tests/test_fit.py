@@ -39,8 +39,8 @@ def test_em_by_hand():
 
 
 def test_a_pool_by_hand():
-    """e^c p^a q^b of x is 2 x .81 x .5, of y .1 in place of .3 x q, since the part alone names it.
-    z is named by the n-grams alone."""
+    """The score e^c p^a q^b of x is 2 x .81 x .5. Only the part names y, so q is .001 there. Only
+    the n-grams name z, so p is .001 there."""
     exponents = [torch.tensor(2.0).log().item(), 2.0, 1.0]
     found = pool_chances({"x": 0.9, "y": 0.3}, {"x": 0.5, "z": 0.2}, exponents)
     x, y, z = 2 * 0.81 * 0.5, 2 * 0.09 * 0.001, 2 * 0.001 ** 2 * 0.2
@@ -61,8 +61,8 @@ def test_a_pool_is_fitted_to_what_is_right():
 
 
 def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
-    """What the datastore has of the answers is left out of it. The n-grams name x, which is right
-    once of two times, and the part names y."""
+    """Answers that the datastore has are left out of it. The n-grams name x, which is right once of
+    two times, and the part names y."""
     model, stores, texts, file = tiny("llama"), [], [""], str(tmp_path / "t.json")
     group, guessed = (0, 2, 1), [{"y": 0.6}] * 2
     (tmp_path / "hydra.safetensors").touch()
@@ -91,7 +91,7 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
 def test_a_part_is_replayed_in_rounds():
     """The prompt is 1 2 and the answer 3 to 9. A round ends after a token that the part gives less
     than .1, here 4, or nothing, here 8, and at the part's depth of three. Then the part is told the
-    round's pairs, of which pair i has feature i and the token after it."""
+    round's pairs. Pair i has feature i and the token after it."""
     told, asked = [], []
 
     def predict(path):
@@ -106,9 +106,9 @@ def test_a_part_is_replayed_in_rounds():
 
 
 def test_answers_are_replayed_as_in_decoding(monkeypatch):
-    """A part is told what enters its taps, side by side. What the target said is what it says after
-    the text's own tokens, before the next token is known. It is kept for the next answer. Entries
-    are as they were before each token."""
+    """A part is told what enters its taps, side by side. The target's choices are read after the
+    text's own tokens, before the next token is known, and are kept for the next answer. Entries are
+    as they were before each token."""
     model, told, seen, real = tiny("llama"), {}, [], NGrams.list_entries
     parts = {kind: SimpleNamespace(
         taps=taps, depth=1, start=lambda pairs, kind=kind: told.setdefault(kind, pairs.features),

@@ -1,4 +1,4 @@
-"""The kit for a GPU goes through its steps on a simulated one."""
+"""The kit for a GPU runs all of its steps on a simulated one."""
 import argparse
 import json
 import subprocess

@@ -30,7 +30,7 @@ def both(model) -> tuple[GraphedLM, TimedLM]:
 
 def test_shapes_are_few():
     """A pass of up to 128 rows has a width of the list and all slots; a wider one has its own, and
-    is not captured. What fills a pass up is not counted."""
+    is not captured. Rows that fill a pass up are not counted."""
     model, seen = tiny("llama", max_position_embeddings=900), []
     model.register_forward_pre_hook(
         lambda _, args, options: seen.append(tuple(options["attention_mask"].shape[2:])),
@@ -53,8 +53,8 @@ def test_shapes_are_few():
 @pytest.mark.parametrize("part, value", [("k_proj", torch.inf), ("v_proj", torch.nan)])
 def test_an_infinity_reaches_nothing(part, value):
     """Unseen rows are multiplied by 0, so one whose keys or values overflow in the first layer
-    would make all others nan: in the pass that writes it the nodes beside it, then all that
-    follows."""
+    would make all others nan. These are the nodes beside it in the pass that writes it, then all
+    that follows."""
     model = tiny("llama")
     lms = both(model)
     for lm in lms:
@@ -162,7 +162,7 @@ def bake_in(model) -> None:
 
 
 def wait(model) -> None:
-    """Python asks for a number that a pass computed."""
+    """Let Python ask for a number that a pass computed, and so wait for it."""
     model.model.layers[0].register_forward_pre_hook(lambda _, args: args[0].max().item() and None)
 
 

@@ -1,6 +1,6 @@
-"""The hybrid: chances by hand, rows and passes that pay. That its text is the target's is in
-test_lossless.py, that its chances are honest in test_embedded.py, and the trust in test_fit.py.
-"""
+"""The hybrid's chances are checked by hand, and the rows and passes that pay. That its text is the
+target's is in test_lossless.py, that its chances are honest in test_embedded.py, and the trust in
+test_fit.py."""
 from collections import Counter
 from types import SimpleNamespace
 
@@ -34,7 +34,8 @@ def random_part(model, kind: str):
 # ----------------------------------------------------------------------------------- n-grams
 
 def test_the_example_of_the_header():
-    """x y stands for "on the". After it came m, m, h; after other y came m, m, h, c, c, c, c."""
+    """The letters x y are "on the". After it came m, m, h; after other y came m, m, h, c, c, c,
+    c."""
     trust = [[[0.0] * 3 for _ in range(5)] for _ in range(2)]
     trust[0][2][2], trust[0][3][1] = 0.6, 0.5
     ngrams = NGrams("xym1xym2xyh3ym4ym5yh6yc7yc8yc9yc0xy", Datastore(), trust)
@@ -57,7 +58,8 @@ def test_the_longest_suffix_comes_first_and_of_equals_the_text():
 
 
 def test_what_the_target_said_comes_last():
-    """"ab" and "b" were followed by z once in the text. The target said c, a and d after b."""
+    """In the text z is found once, after "ab" and so after "b". The target said c, a and d after
+    b."""
     trust = [[[0.5] * 3] * 5, [[0.0] * 3] * 5, [[0.4] * 3] * 5]
     successors = Successors()
     successors.rows = {as_tokens("b")[0]: as_tokens("cad")}
@@ -75,7 +77,7 @@ def part_of(predict, depth=1) -> SimpleNamespace:
 
 
 def test_the_best_nodes_come_first_and_a_part_is_asked_as_deep_as_it_guesses():
-    """A part that says nothing changes nothing."""
+    """A part that says nothing makes no difference."""
     ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
 
     def guess(path):
@@ -104,8 +106,9 @@ def test_a_row_must_bring_what_its_time_is_worth(recent, price):
 
 @pytest.mark.parametrize("kind", module.GUESSES[1:])
 def test_a_part_reads_all_pairs_that_wait(kind):
-    """Asked after every token, after some, or told most in a prompt: the same chances. A part that
-    overflows gives none, and one without a pair no token."""
+    """The chances are the same if the part is asked after every token, after some, or after a
+    prompt that has most of them. A part that overflows gives none, and one without a pair gives no
+    token."""
     model, text, found = tiny("llama"), [3, 14, 15, 9, 2, 6, 5, 35, 8], []
     target, weights = random_part(model, kind)
     part = Trained(target, kind, "part")
@@ -142,8 +145,8 @@ def test_trees_are_as_wide_as_pays(price, least, most):
 
 
 def test_a_round_is_grown_by_its_price(monkeypatch):
-    """But no node has a chance below LEAST; with --nodes there is no price. What the target said
-    after rejected nodes is learnt too."""
+    """But no node has a chance below LEAST, and with --nodes there is no price. The target's
+    choices after rejected nodes are learnt too."""
     target, _ = random_part(tiny("llama"), "dflash")
     known, prices, grown = Successors(), [0.3, 0.001, 0.2], []
     monkeypatch.setattr(module, "price_row", lambda clock, recent: prices[len(recent)])

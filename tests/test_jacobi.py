@@ -64,9 +64,9 @@ WHOLE = PLAIN.partition("\n\n")[0] + "\n\n\nc\n"
 
 @pytest.mark.parametrize("limit, expected", [(3, PLAIN), (2, WHOLE)], ids=["plain", "whole"])
 def test_the_trajectory(limit, expected, capsys):
-    """A line a state, columns in line, and the text at the end. Wrong tokens are in brackets.
-    Nothing is shown of an earlier prompt, whose last block was cut, and of a block that is cut here
-    what is final. The command line makes the first chunk itself."""
+    """Each state is shown on a line, in columns, with the text at the end. Wrong tokens are in
+    brackets. Nothing is shown of an earlier prompt, whose last block was cut. Of a block that is
+    cut here only the final tokens are shown. The command line makes the first chunk itself."""
     log = [*EARLIER]
     chunks = until(jacobi(counting(8), [0], n=3, log=log), limit)
     show_trajectory(itertools.chain([next(chunks)], chunks), Words(), False, log)
@@ -77,9 +77,10 @@ def test_the_trajectory(limit, expected, capsys):
 
 @pytest.mark.parametrize("sample", [greedy, Sampler(1.0)], ids=["greedy", "sampled"])
 def test_the_window_of_the_survey(sample, monkeypatch):
-    """W = 5, N = 4: the colours of the figure as hundreds, the position as units: blue 0, orange 1,
-    green 2, red 3, grey 4. What the model puts after blue p is blue p + 1; after orange p green
-    p + 1, and so on. A sampled text is drawn, but the window holds argmaxes."""
+    """This is the window of the survey's figure, with W = 5 and N = 4. The hundreds of a token are
+    its colour: 0 is blue, 1 orange, 2 green, 3 red and 4 grey. The units are its position. The
+    model puts blue p + 1 after blue p, green p + 1 after orange p, and so on. A sampled text is
+    drawn, but the window holds argmaxes."""
     def after(tokens):
         last = tokens[-1]
         following = last + 1 if last < 100 else last + 101

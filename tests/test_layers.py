@@ -1,5 +1,6 @@
-"""Some layers of a model: as a smaller model, where the oracle is the model itself, with its other
-layers made to pass their input on; and as views, which share the model's weights."""
+"""Some layers of a model are used as a smaller model, or as views, which share the model's weights.
+The oracle of the smaller model is the model itself, with its other layers made to pass their input
+on."""
 import copy
 
 import pytest

@@ -1,5 +1,5 @@
-"""What a checkpoint may look like, and what is said of one that cannot be used: no code of its own
-runs, no weight stays random, no key of a config counts that the model ignores."""
+"""These tests show which checkpoints can be used, and what is said of others. No code of a
+checkpoint runs, no weight stays random, and no key of a config counts that the model ignores."""
 import json
 import shutil
 from argparse import Namespace
@@ -19,7 +19,7 @@ from support.layers import vocab_size
 
 @pytest.fixture
 def folder(tmp_path, small_llama):
-    """A directory with a small Llama of two layers and the embedded tokenizer."""
+    """Make a directory with a small Llama of two layers and the embedded tokenizer."""
     return shutil.copytree(small_llama, tmp_path, dirs_exist_ok=True)
 
 
@@ -75,7 +75,7 @@ def change_weights(folder, change) -> None:
 
 
 def test_weights_that_a_model_may_have_besides_are_ignored(folder):
-    """Rotary buffers of old checkpoints, and heads of other methods."""
+    """These are rotary buffers of old checkpoints, and heads of other methods."""
     expected = load(str(folder), "cpu", "float32")[0].state_dict()
     change_weights(folder, lambda tensors: tensors | {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),

@@ -26,7 +26,7 @@ like. The tests take each line through these columns, on a CPU or, with
     sampled text         by enumeration of every draw and every coin that a method can meet, not by
                          statistics: the probability of every text of three tokens is the target's
 
-What becomes of a draft that overflows is in test_broken_drafts.py.
+Drafts that overflow are in test_broken_drafts.py.
 
 A new method joins by one line. MJSD, MJGD, BiLD and Medusa's typical acceptance are lossy, so only
 their rounds are compared (LOSSY). BiLD and SpecDec are also here with the options that make them
@@ -287,9 +287,9 @@ def list_rows() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name, family", list_rows())
 def test_greedy_text_is_autoregressive_text(name, family, monkeypatch):
-    """The text is longer than any window. In some families there are two more: one follows a prompt
-    of one token, and one goes to the last token of the context, where tables of positions end. Its
-    prompt is cached in parts."""
+    """The text is longer than any window. In some families there are two more texts. One follows a
+    prompt of one token. The other goes to the last token of the context, where tables of positions
+    end, and its prompt is cached in parts."""
     model = model_of(family)
     if family in REFUSED.get(name, []):
         either = family == "gemma2"  # transformers 5.17 lets TriForce replace its attention
@@ -461,7 +461,7 @@ def test_greedy_text_in_passes_of_few_shapes(name):
 # ---------------------------------------------------------------------------------- a GPU
 
 def texts_on(device: str, name: str, run_as=TimedLM) -> list[list[list[int]]]:
-    """Write two chunks of a greedy text and two of a sampled one with all models on a device: the
+    """Write two chunks of a greedy text and two of a sampled one, with all models on a device. The
     second round goes on from what the first one kept."""
     model = model_of("llama", device)
     line = METHODS[name](model)

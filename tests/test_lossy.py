@@ -21,7 +21,7 @@ def test_bild_follows_its_two_thresholds():
     def first(**options):
         log = []
         return next(bild(table(*target), table(*draft), [0], log=log, **options)), log[0]
-    # 0 -> 1 (0.8) -> 2 (0.6) -> stops at 0.45; costs: -log 0.5 = 0.69, -log 0.1 = 2.30
+    # 0 -> 1 (0.8) -> 2 (0.6) -> stops at 0.45. Costs are -log 0.5 = 0.69, -log 0.1 = 2.30
     assert first(fallback=0.5, rollback=2.31) == ([1, 2, 1], {"drafted": 2, "accepted": 2})
     assert first(fallback=0.5, rollback=2.30) == ([1, 0], {"drafted": 2, "accepted": 1})
     assert first(fallback=0.5, rollback=0.69) == ([1], {"drafted": 2, "accepted": 0})
@@ -53,9 +53,9 @@ def saying(*draft):
 
 
 def test_specdec_follows_its_two_limits():
-    """All 16 drafts of two tokens after 0 and after 3. By hand: which tokens pass after 0, 1, 2, 3,
-    the best one first. How far log p lies below the best: `gaps`; three tokens tie after 3, and
-    of them the argmax alone passes where output is to be greedy."""
+    """All 16 drafts of two tokens are verified after 0 and after 3. The tokens that pass after 0,
+    1, 2, 3 are given by hand, with the best one first. In `gaps` is how far log p lies below the
+    best. Three tokens tie after 3, and only their argmax passes if the output is to be greedy."""
     rows = ([0.1, 0.4, 0.3, 0.2], [0.05, 0.05, 0.1, 0.8], [0.7, 0.1, 0.15, 0.05],
             [0.3, 0.3, 0.1, 0.3])
     gaps = [1.39, 0, 0.29, 0.69], [2.77, 2.77, 2.08, 0], [0, 1.95, 1.54, 2.64], [0, 0, 1.10, 0]

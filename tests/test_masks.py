@@ -20,7 +20,7 @@ from trainings import PROMPTS, WORDLESS
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt2"])
 def test_pass_guesses_from_what_training_sees(name, monkeypatch):
-    """Round by round."""
+    """The distributions of the guesses are compared round by round."""
     model, drawn = tiny(name), []
     tokens, verify = tuning_of(model, 0, 3), module.verify
     monkeypatch.setattr(module, "verify",

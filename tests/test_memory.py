@@ -10,7 +10,7 @@ from results import memory
 @pytest.mark.parametrize("line, megabytes", [
     ("medusa --batch 4", 26.803), ("layerskip --E 1 --recompute --batch 16", 15.962)])
 def test_the_peak_of_a_training(line, megabytes):
-    """The allocator of a CPU gave out as much when the same commands ran with numbers.
+    """The megabytes are those of a CPU's allocator when the same commands ran with numbers.
 
     On a GPU torch's AdamW would work on all parameters at once, in copies of all of them, so it is
     told not to. The peak of the Medusa heads, with many numbers and short texts, is there."""

@@ -1,4 +1,5 @@
-"""Joint decoding: the likeliest tokens together, and the longest prefix that passes."""
+"""Joint decoding finds the tokens that are likeliest together, and accepts the longest prefix that
+passes."""
 import itertools
 import math
 from collections import Counter
@@ -15,7 +16,7 @@ from mjsd import beam_search, mjgd, mjsd, perplexity, propose_children
 
 
 def search(logits_of, context: list[int], depth: int, beams: int, eos) -> list[tuple]:
-    """(tokens, log-probability) of the best beams by beam search over whole sequences."""
+    """Return tokens and log-probability of the best beams, by beam search over whole sequences."""
     leaves = [((), 0.0)]
     for _ in range(depth):
         grown = []
@@ -63,7 +64,8 @@ def test_each_row_has_as_many_children_as_have_a_probability():
 
 
 def beams_of(logits_of, unseen, depth, beams, sample, eos) -> dict[tuple, float]:
-    """What `beam_search` finds after the text 0 and `unseen`: {tokens: log-probability}."""
+    """Return {tokens: log-probability} of the beams that `beam_search` finds after the text 0 and
+    `unseen`."""
     lm = ScriptedLM(logits_of)
     lm.start([0])
     found = beam_search(lm, unseen, depth, beams, sample, eos)
@@ -75,8 +77,8 @@ def beams_of(logits_of, unseen, depth, beams, sample, eos) -> dict[tuple, float]
 
 @pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
 def test_the_beam_search_is_that_over_whole_sequences(eos):
-    """Beams that ended compete with the others and keep their score; a root that is an EOS is
-    expanded all the same; other tokens may come before the root."""
+    """Beams that ended compete with the others and keep their score. A root that is an EOS is
+    expanded all the same. Other tokens may come before the root."""
     lengths = set()
     for seed, beams, depth in itertools.product(range(3), (1, 3, 8), (1, 2, 4)):
         for unseen in ([1], [2, 4], [3, 3, 0]):
@@ -91,9 +93,9 @@ def test_the_beam_search_is_that_over_whole_sequences(eos):
 # ------------------------------------------------------------------------------------------- MJGD
 
 def test_the_joint_argmax_and_nothing_counts_after_an_eos():
-    """p(EOS) = 0.6, p(A) = 0.4 and p(A | A) = 0.98: texts of A are likelier than the EOS with any
-    junk behind it, but none is likelier than the EOS alone. A root that is an EOS goes on: 0.21
-    for A, and hardly less for texts of A."""
+    """Here p(EOS) is 0.6, p(A) is 0.4 and p(A | A) is 0.98. Texts of A are likelier than the EOS
+    with any junk after it, but none is likelier than the EOS itself. A root that is an EOS goes on:
+    0.21 for A, and hardly less for texts of A."""
     root, end, a, flat = 0, 1, 2, [0.2, 0.2, 0.21, 0.2, 0.19]
     rows = {root: [0, 0.6, 0.4, 0, 0], end: flat, a: [0.005, 0.005, 0.98, 0.005, 0.005],
             3: flat, 4: flat}

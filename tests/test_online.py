@@ -34,7 +34,7 @@ def test_what_is_kept_is_the_row_that_predicts_the_corrected_token():
 
 
 def test_nothing_is_learnt_beyond_the_context():
-    """A table of positions ends there. The text goes on, as the last guesses do."""
+    """A table of positions has no place beyond it. The text goes on, as the last guesses do."""
     model = tiny("opt", max_position_embeddings=20)
     learner = learner_of(model, near(model, 0.1))
     tokens_of(learner.serve(PROMPT, 4, Sampler(0), []), 40)

@@ -1,5 +1,5 @@
-"""Ouroboros: each of its four mechanisms, by hand. That whole texts have the target's law is in
-test_lossless.py."""
+"""Each of Ouroboros' four mechanisms is checked by hand. That whole texts have the target's law is
+in test_lossless.py."""
 import inspect
 import itertools
 import random
@@ -25,7 +25,7 @@ def pool_of(*phrases: tuple[int, ...]) -> PhrasePool:
 
 
 def phrases_in(pool: PhrasePool) -> list[tuple[int, ...]]:
-    """List the phrases of a pool, those of a key in their order."""
+    """Return the phrases of a pool, those of a key in their order."""
     return [phrase for some in pool.phrases.values() for phrase in some]
 
 
@@ -34,7 +34,8 @@ def first(chunks, n: int) -> list[list[int]]:
 
 
 def test_phrases_of_a_rejection():
-    """By hand: d_2 = 6 is rejected; d_3 and d_4 match, d_5 does not."""
+    """The draft's d_2 = 6 is rejected. Of the tokens after it d_3 and d_4 match, and d_5 does
+    not."""
     d, v = [5, 6, 7, 8, 9], [5, 1, 7, 8, 2, 4]
     assert phrases_of(d, v, 1, 3) == [(6, 7, 8), (7, 8, 2)]
     assert phrases_of(d, v, 1, 2) == [(6, 7), (7, 8), (8, 2), (9, 4)]
@@ -43,8 +44,8 @@ def test_phrases_of_a_rejection():
 
 
 def test_phrases_from_verification_enter_the_pool():
-    """Target: 6 is followed by 9 and not by 7; the draft 4 5 6 7 8 of root 3 is rejected at 7,
-    whose choices 8 9 go on rightly."""
+    """The target puts 9 after 6, and not 7. So the draft 4 5 6 7 8 of root 3 is rejected at 7, but
+    the target's choices 8 9 after 7 8 go on rightly."""
     for verification in (True, False):
         pool, log, found = PhrasePool(), [], [(7, 8, 9)] if verification else []
         options = dict(gamma=5, beta=3, phrases=False, lengthen=False, verification=verification)
@@ -92,10 +93,11 @@ def test_the_window_is_that_of_lookahead_decoding():
 
 
 def test_the_drafts_trees_by_hand(monkeypatch):
-    """The window of the survey's figure, W = 5 and N = 4: the colours as hundreds, the position as
-    units: blue 0, orange 1, green 2, red 3, grey 4. After blue p comes blue p + 1, after orange p
-    green p + 1, and so on. Guesses stand between the root and the window; tokens that are not
-    cached yet stand above the root, which all the rest hangs below."""
+    """This is the window of the survey's figure, with W = 5 and N = 4. The hundreds of a token are
+    its colour: 0 is blue, 1 orange, 2 green, 3 red and 4 grey. The units are its position. After
+    blue p comes blue p + 1, after orange p green p + 1, and so on. Guesses stand between the root
+    and the window. Tokens that are not cached yet stand above the root, which all the rest hangs
+    below."""
     class Oranges(random.Random):
         def choices(self, prompt, k):
             assert k == 6  # W + β - 3
@@ -110,7 +112,7 @@ def test_the_drafts_trees_by_hand(monkeypatch):
 
     assert drafter.step([0]) == [1]
     assert draft.trees[0] == ([0, *range(101, 107)], [-1, 0, 1, 2, 3, 4, 5])
-    # two guesses of root 1: 2 9 and 2 3, of which the last is right; 6 and 6 of the window
+    # The guesses of root 1 are 2 9 and 2 3, and the last one is right. The window has 6 and 6.
     assert drafter.step([1]) == [2, 3, 4]
     assert draft.trees[1] == ([1, 2, 9, 3, *range(102, 107), *range(202, 208)],
                               [-1, 0, 1, 1, 0, 4, 5, 6, 7, 0, 4, 5, 6, 7, 8])

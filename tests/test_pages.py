@@ -43,7 +43,7 @@ def links_of(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_link_leads_somewhere(name):
-    """To a file that exists, and to a heading of it."""
+    """It must lead to a file that exists, and to a heading of it."""
     page = ROOT / name
     for link in links_of(page.read_text()):
         file, _, anchor = link.partition("#")

@@ -137,7 +137,8 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
 
 @ROW
 def test_a_file_that_does_not_fit_is_refused(line, trained, tmp_path):
-    """Of another model or kind, with what is no number, or with a header that lacks a field."""
+    """It may be of another model or kind, hold a number that is not finite, or have a header that
+    lacks a field."""
     path, model, (header, tensors) = tmp_path / "part", make_llama(), read(trained(line))
 
     def refuse(said: str, path=path, model=model) -> None:
@@ -205,7 +206,7 @@ def test_a_draft_has_the_tokenizer_of_its_target(monkeypatch):
 
 
 def test_the_parts_of_the_real_model_can_be_loaded(monkeypatch):
-    """By a model with its widths, which passes here for SmolLM2-135M."""
+    """They are loaded by a model with the widths of SmolLM2-135M, which passes here for it."""
     monkeypatch.setattr(torch.nn.functional, "cosine_similarity", lambda *_: torch.tensor(1.0))
     config = LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=8,
                          num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30)

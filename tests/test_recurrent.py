@@ -1,4 +1,4 @@
-"""States of recurrent layers: folding, going back, and other passes of the same model.
+"""States of recurrent layers are checked: folding, going back, and other passes of the same model.
 
 That trees equal their paths is in test_common.py, and every method's text in test_lossless.py."""
 import random

@@ -18,7 +18,8 @@ def test_a_text_puts_what_follows_first():
 
 
 def test_every_node_is_learned_from():
-    """The likeliest tokens after each node, and of a token at two nodes those after the last."""
+    """The likeliest tokens after each node are kept. If a token is at two nodes, the last one
+    counts."""
     known = Successors()
     known.rows = {7: [1], 4: [3]}
     logits = torch.zeros(3, 20)
@@ -30,8 +31,9 @@ def test_every_node_is_learned_from():
 
 
 def test_how_often_each_successor_was_right_is_counted_by_hand():
-    """After 7 comes 6, its second successor, after 6 comes 8, its first, and after 8 comes 3, which
-    is none. 5 was not fed yet. The rows count that were there before the call."""
+    """The token after 7 is 6, its second successor. After 6 comes 8, its first successor, and after
+    8 comes 3, which 8 does not list. The row of 5 is not known yet. The rows count that were there
+    before the call."""
     known = Successors()
     known.rows = {7: [5, 6], 6: [8, 9], 8: [1]}
     known.learn([7, 6, 8], torch.zeros(3, 20), [6, 8, 3])
@@ -52,7 +54,7 @@ def test_a_text_changes_the_tree():
 
 
 def test_a_planned_tree_is_filled_by_hand():
-    """The header's tree. What M does not know is left out, and all below it."""
+    """This is the header's tree. Tokens that M does not know are left out, and all below them."""
     known = Successors()
     known.rows = {1: [2, 3, 4], 2: [5, 6], 5: [7], 3: [8]}
     tree = [Node(1, -1, 0, 0), Node(1, 0, 1, 0), Node(1, 0, 1, 3), Node(1, 2, 2, 0),

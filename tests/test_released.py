@@ -54,7 +54,7 @@ def attend(w: dict, layer: str, x: torch.Tensor, config: dict) -> torch.Tensor:
 
 
 def run_layer(w: dict, layer: str, x: torch.Tensor, residual: torch.Tensor, config: dict):
-    """Compute a layer whose attention reads x, of which `residual` goes on."""
+    """Compute a layer whose attention reads x and adds its output to `residual`."""
     x = residual + attend(w, layer, x, config)
     y = norm(x, w[f"{layer}post_attention_layernorm.weight"])
     gate, up = (y @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
@@ -79,7 +79,7 @@ def eagle3_step(w: dict, e: torch.Tensor, g: torch.Tensor, config: dict, _) -> t
 
 
 def fuse(w: dict, taps: torch.Tensor) -> torch.Tensor:
-    """Compute EAGLE-3's g of the three tapped streams, each of which may have a norm."""
+    """Compute EAGLE-3's g of the three tapped streams. Each stream may have a norm."""
     each = [norm(x, w[f"fc_norm.{i}.weight"]) if f"fc_norm.{i}.weight" in w else x
             for i, x in enumerate(taps.chunk(3, -1))]
     return torch.cat(each, -1) @ w["fc.weight"].T
@@ -130,8 +130,8 @@ def medusa_tensors(K: int = 3, own: bool = True) -> dict:
     return draw(shapes)
 
 
-KINDS = {  # guesses: of the released tree. taps: what is read of transformers' own
-    # `output_hidden_states`, which of L = 12 layers EAGLE-3 does at 2, L/2, L - 3
+KINDS = {  # `guesses` are those of the released tree. `taps` are the places that are read in
+    # transformers' `output_hidden_states`. EAGLE-3 reads 2, L/2 and L - 3 of L = 12 layers.
     "eagle": SimpleNamespace(module=eagle, load=eagle.load_draft, config=GROUPS, guesses=59,
                              tensors=eagle_tensors, step=eagle_step, taps=(12,)),
     "eagle3": SimpleNamespace(module=eagle3, load=eagle3.load_draft, config=GROUPS, guesses=59,
@@ -234,7 +234,7 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_head_decodes_with_the_released_tree(tmp_path, embedded, name):
-    """And it is told from other heads, also if a half type rounded its numbers."""
+    """The head is also told from other heads, even if a half type rounded its numbers."""
     kind, (model, *_), log = KINDS[name], embedded, []
     method = vars(kind.module)[name]
     target, adapter = TimedLM(model), write(tmp_path / "head", kind.config, kind.tensors())

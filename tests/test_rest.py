@@ -67,9 +67,9 @@ def test_the_lookup_equals_a_scan_of_every_place(vocab):
 
 
 def test_suffixdecoding_by_hand():
-    """After 7 1 2 stands 8, once. After 1 2 stand 3 4 5, three times of four. With two guesses of
-    D = 3/4 the shorter suffix wins; where each token allows one half, the longer one does. Of
-    equal scores the earlier store's counts."""
+    """The store has 8 once after 7 1 2, and 3 4 5 three times of four after 1 2. With two guesses
+    of D = 3/4 the shorter suffix wins. If each token allows one half, the longer one does. Of equal
+    scores the earlier store's counts."""
     store = store_of([7, 1, 2, 8], *[[1, 2, 3, 4, 5]] * 3)
 
     def guesses(alpha, n=9, text=(7, 1, 2)):
@@ -97,8 +97,8 @@ def test_of_more_than_100_places_an_even_sample_counts(n, counted):
 # ------------------------------------------------------------------------------ what is guessed
 
 def test_the_text_itself_is_looked_up():
-    """A period of 23 tokens, with nothing in the datastore: 22 tokens come one by one. Then 5 is
-    there for the second time, and every guess is accepted."""
+    """The text has a period of 23 tokens, and the datastore has nothing. So 22 tokens come one by
+    one. Then 5 is there for the second time, and every guess is accepted."""
     for grow, accepted in ((False, [0] * 111), (True, [0] * 22 + [10] * 9)):
         target, log = scripted(lambda text: (text[-1] + 1) % 23, 23), []
         tokens_of(rest(target, [5, 6], nodes=11, store=Datastore(), grow=grow, log=log), 111)
@@ -121,7 +121,7 @@ def test_the_text_comes_before_the_datastore_for_a_suffix(prompt, options, expec
 
 @pytest.mark.parametrize("grow", [False, True])
 def test_what_guesses_bring(grow):
-    """Tokens per call by the rows of a call, as they were measured with the text or without it."""
+    """Tokens per call are read by the rows of a call, as measured with the text or without it."""
     store = Datastore("", {rows: TokensPerCall(rows + 0.5, rows + 0.7) for rows in (1, 8)})
     more = 0.7 if grow else 0.5
     assert [*plan_rest(store, grow)] == [(1, 1 + more, 1, 1, 1), (8, 8 + more, 8, 1, 8)]
@@ -143,8 +143,9 @@ def test_tokens_per_call_are_those_of_decoding(grow):
 
 
 def test_a_datastore_has_the_models_own_answers(tmp_path):
-    """In the order of the prompts, each after two tokens of its prompt, a repeated prompt once.
-    What it brings is measured on an answer that is left out then."""
+    """The answers have the order of the prompts. Each is kept after two tokens of its prompt, and a
+    repeated prompt is kept once. The tokens per call are measured on an answer that is left out for
+    it."""
     model, file = tiny("llama"), tmp_path / "new" / "store.safetensors"
     prompts, eos = [[a, b, 9, 7] for a in range(20, 24) for b in (30, 31)], eos_ids(model, WORDLESS)
     build(model, WORDLESS, [*prompts, prompts[0], [5] * 150], out=file, max_new_tokens=40)

@@ -1,4 +1,5 @@
-"""Sequoia: the best tree, exact sampling without replacement, and the rates of this pair alone."""
+"""Sequoia finds the best tree, samples exactly without replacement, and uses only the rates of its
+pair of models."""
 import itertools
 import math
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ def nested(parents: list[int], node: int = 0) -> tuple:
 
 
 def test_the_dynamic_program_equals_brute_force():
-    """Over all trees of up to 7 nodes, for every bound on the depth."""
+    """All trees of up to 7 nodes are compared, for every bound on the depth."""
     trees = {(n, d): [*ordered_trees(n, d)] for n in range(1, 8) for d in range(7)}
     assert [len(trees[n, 6]) for n in range(1, 8)] == [1, 1, 2, 5, 14, 42, 132]
     for P in ((0.6, 0.3, 0.1), (0.2, 0.5, 0.3), (1.0,), (0.5, 0.0, 0.4), (0.3, 0.25, 0.1, 0.05)):
@@ -70,7 +71,8 @@ def test_the_dynamic_program_equals_brute_force():
 
 
 def test_shapes_by_hand():
-    """The picture of the header, and a bushy tree. Nodes without children are never fed."""
+    """The shapes are the picture of the header and a bushy tree. Nodes without children are never
+    fed."""
     best = tabulate((0.6, 0.2, 0.1), 7, 3)
     assert parents_of(best, 7, 3) == [-1, 0, 0, 1, 1, 2, 3] and best[3].G[7] == pytest.approx(2.616)
     shape = shape_of(BUSHY)
@@ -186,7 +188,7 @@ def calibrated(tmp_path, monkeypatch):
 
 def test_calibration_counts_the_children_of_one_level(calibrated, monkeypatch):
     """The draft's guesses in order of rank at each token of the target's own output: by hand, from
-    passes without a cache. After an accepted child the token behind it is skipped."""
+    passes without a cache. After an accepted child the next token is skipped."""
     model = tiny("llama")
     small = near(model, 0.05)
     monkeypatch.setattr(module, "TOKENS", 40)

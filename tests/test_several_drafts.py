@@ -14,7 +14,7 @@ RULES = {"multi_step": multi_step, "k_seq": k_seq}
 
 
 def random_pairs():
-    """Distributions (p, q): close, far, equal, with zeros, one-hot."""
+    """Yield pairs of distributions p, q that are close, far apart, equal, one-hot or have zeros."""
     torch.manual_seed(0)
     for scale in (0.3, 1.0, 3.0):
         yield tuple((scale * torch.randn(4)).double().softmax(-1) for _ in "pq")
@@ -23,8 +23,8 @@ def random_pairs():
 
 
 def outcome(rule, p, q):
-    """Enumerate all K draws at a node, each from its row of q [K, V]; return the distribution of
-    the token and the probability that a draw is accepted."""
+    """Return the distribution of the token at a node, and the probability that a draw is accepted.
+    All K draws are enumerated, each from its row of q [K, V]."""
     result, accepted = torch.zeros_like(p), 0.0
     for draws in itertools.product(range(len(p)), repeat=len(q)):
         weight = torch.prod(q[range(len(q)), draws]).item()
@@ -102,7 +102,7 @@ def test_draws_of_the_targets_own_distribution_are_accepted():
 
 
 def test_two_drafts_that_begin_alike():
-    """The example of `verify_tree`: sat on the mat, sat on my hat."""
+    """This is the example of `verify_tree`: sat on the mat, sat on my hat."""
     on, the, mat, my, hat = range(5)
     eye = torch.eye(5)
     asked = []

@@ -1,5 +1,5 @@
-"""Speculative decoding: the rule of acceptance, the report. That whole texts have the
-target's law is in test_lossless.py."""
+"""These tests check the rule of acceptance of speculative decoding, and its report. That whole
+texts have the target's law is in test_lossless.py."""
 import functools
 from types import SimpleNamespace
 

@@ -52,8 +52,8 @@ def test_attention_reads_the_buffers_themselves(monkeypatch):
 
 @pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])
 def test_buffers_double_and_nothing_else_grows(run_as):
-    """500 tokens in 125 calls renew the buffers a few times. They never have more than twice the
-    slots that were used, and the number of tensors, lists and other objects stays."""
+    """The buffers are renewed a few times for 500 tokens in 125 calls. They never have more than
+    twice the slots that were used, and the number of tensors, lists and other objects stays."""
     lm = run_as(tiny("llama", max_position_embeddings=600))
     lm.start([3, 4])
     sizes, before = [], None

@@ -1,5 +1,6 @@
-"""What the files promise to their readers: each method file can be copied out beside common.py, its
-functions are short and its lines narrow, no room grows, and --help explains every option."""
+"""These tests hold what the files promise to their readers. Each method file can be copied out
+beside common.py. Its functions are short and its lines narrow, no room grows, and --help explains
+every option."""
 import ast
 import functools
 import importlib
@@ -34,7 +35,7 @@ METHODS = [(name_of(file), method) for file in list_files(".", "survey", "hybrid
 
 
 def functions_of(name: str) -> tuple[list, list]:
-    """(methods, commands) that the last block of a file gives to cli.main.main."""
+    """Return the methods and the commands that the last block of a file gives to cli.main.main."""
     module, file = importlib.import_module(name), f"{name.replace('.', '/')}.py"
     return tuple([getattr(module, x) for x in find_functions(file, keyword)]
                  for keyword in ("", "commands"))
@@ -53,7 +54,7 @@ def needs(name: str) -> set[str]:
 
 
 def copied_with(name: str) -> set[str]:
-    """It, what it needs, what that needs."""
+    """Return this name, with the names of all files that it needs, directly or through others."""
     return {name}.union(*(copied_with(x) for x in needs(name)))
 
 
@@ -90,15 +91,15 @@ ROOMS = {  # what the files of each room import, where they do not run their com
 
 
 def room_of(module: str) -> str:
-    """The folder of a module; "common" for common.py itself."""
+    """Return the folder of a module, or "common" for common.py itself."""
     folder, dot, _ = module.partition(".")
     return folder if dot else "common" if module == "common" else "root"
 
 
 @pytest.mark.parametrize("name", [name_of(x) for x in PROGRAMS if not x.startswith("results")])
 def test_imports_run_one_way(name):
-    """common.py, then methods, then survey/; training/ beside them; then cli/. A root file is
-    imported with common.py alone: what trains or loads a file is imported where it is done."""
+    """A file may import only from the rooms that ROOMS lists for its own. A root file needs
+    common.py only, and imports what trains or loads a file in the function that does so."""
     *body, last = ast.parse(path_of(name).read_text()).body
     modules = imported(body)
     own = {x for x in modules if path_of(x).exists()}
@@ -200,7 +201,7 @@ def test_rooms_do_not_grow(rooms):
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:
-    """How many blocks of statements stand in one another; an elif stands beside its if."""
+    """Count how many blocks of statements are nested. An elif is beside its if, not inside it."""
     deepest = depth
     for child in ast.iter_child_nodes(node):
         block = isinstance(child, (ast.For, ast.While, ast.If, ast.With, ast.Try))
@@ -244,8 +245,8 @@ def test_docstrings_explain_every_option(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
-    """Of all methods, or of one command; and every option, with its default. The file's first
-    paragraph comes before the options, and the rest after them."""
+    """--help prints the docstrings of all methods, or that of one command, and every option with
+    its default. The file's first paragraph comes before the options, and the rest after them."""
     def strip_lines(text: str) -> str:
         return "\n".join(line.strip() for line in text.strip().splitlines())
     monkeypatch.setenv("COLUMNS", "40")  # no line of a docstring is filled again

@@ -29,7 +29,7 @@ def test_text_is_utf_8_on_every_machine():
 # ------------------------------------------------------------------------- the streams, messages
 
 class Bytes(io.TextIOWrapper):
-    """A stream of these bytes, in a locale of another encoding."""
+    """Holds these bytes as a stream, in a locale of another encoding."""
 
     def __init__(self, data: bytes):
         super().__init__(io.BytesIO(data), encoding="ascii")
@@ -89,7 +89,7 @@ KINDS = ["wordpiece", "wordpiece, clean", "byte-level", "byte-level, in Python"]
 
 
 class Backwards(PreTrainedTokenizerFast):
-    """Say of itself to be written in Python. A token changes all of the text before it."""
+    """This tokenizer claims to be written in Python. A token changes all of the text before it."""
     is_fast = False
 
     def decode(self, ids, **options):
@@ -111,7 +111,7 @@ def tokenizer_of(kind: str):
 
 
 def some_ids(tokenizer, n: int, rng: random.Random) -> list[int]:
-    """Choose any tokens, and bytes of characters, of which some are incomplete."""
+    """Choose any tokens, and bytes of characters, some of them incomplete."""
     vocabulary = tokenizer.get_vocab()
     ids = []
     while len(ids) < n:
@@ -125,7 +125,8 @@ def some_ids(tokenizer, n: int, rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_streamed_text_is_the_decoding(kind, capsys):
-    """At all times a beginning of it, and in the end the whole, however tokens fall into chunks."""
+    """The printed text is a beginning of the decoding at all times, and in the end all of it,
+    however tokens fall into chunks."""
     tokenizer, rng = tokenizer_of(kind), random.Random(kind)
     for n in [*range(1, 25), 300]:
         ids, printed = some_ids(tokenizer, n, rng), []

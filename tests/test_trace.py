@@ -1,4 +1,4 @@
-"""`--trace`: the page's data are what was decoded, for every method; nothing in it is ever run."""
+"""The page of `--trace` shows what was decoded, for every method, and nothing in it is ever run."""
 import json
 import re
 from xml.etree import ElementTree
@@ -21,8 +21,9 @@ OWN = {"cllm": ["--target", str(ROOT / "models/cllm")], "speculative": ["--compa
 
 
 def checked(run: dict) -> list[int]:
-    """The output of a run; the verifying model's kept rows are the root and all of it but the last
-    token; parents stand earlier; times go on."""
+    """Return the output of a run, and check its record. The kept rows of the verifying model are
+    the root and the output without its last token. Parents come before their rows, and times
+    rise."""
     output = [token for step in run["rounds"] for token in step["chunk"]]
     calls = [call for step in run["rounds"] for call in step["calls"]]
     kept = [call["ids"][row] for call in calls if call["lm"] == run["target"]
@@ -67,8 +68,8 @@ def watch_runs(prompt: list[int], n: int, *methods: tuple) -> tuple[Trace, list[
 
 
 def test_a_tree_is_what_was_forwarded():
-    """Rows, parents, likeliest tokens, the path that was kept; what was dropped by `truncate` or
-    behind the last chunk is not."""
+    """The record has rows, parents, likeliest tokens and the path that was kept. Rows that
+    `truncate` dropped, or that come after the last chunk, are not kept."""
     model = tiny("llama")
     whole = model(input_ids=torch.tensor([[3, 5, 7, 9, 4]])).logits[0].argmax(-1).tolist()
 
@@ -77,7 +78,7 @@ def test_a_tree_is_what_was_forwarded():
         target.forward(prompt[-2:-1], keep=0)  # a part of a prompt
         target.commit([0])
         target.forward([5, 7, 8], [-1, 0, 0])
-        target.forward([9, 4], [1, 3], keep=1)  # logits of the last row alone
+        target.forward([9, 4], [1, 3], keep=1)  # logits of only the last row
         log.append({"accepted": 1})
         target.commit([0, 1, 3])
         target.truncate(3)
@@ -100,7 +101,7 @@ def test_a_tree_is_what_was_forwarded():
 
 
 def test_text_is_shown_and_never_run(embedded):
-    """A prompt of HTML stands in the page as data alone."""
+    """A prompt of HTML is in the page as data only."""
     target, _, tokenizer = embedded
     prompt = tokenizer.encode("</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d")
     trace, [answer] = watch_runs(prompt, 3, (autoregressive, {"target": target}))

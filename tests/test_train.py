@@ -1,5 +1,5 @@
-"""What models/train.py makes: the embedded models from generated tasks, and for any target a draft
-of some of its layers and prompts of its own."""
+"""models/train.py makes the embedded models from generated tasks. For any target it makes a draft
+of some of its layers, and prompts that the target writes."""
 import copy
 import itertools
 import random
@@ -163,9 +163,10 @@ def test_layers_that_cannot_be_taken_are_refused(layers, tmp_path):
 
 
 def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypatch):
-    """It continues its template from where the user speaks. What it does not end is left out.
+    """The model's text starts at the user's place in its template. Texts without an end are left
+    out.
 
-    A model that writes nothing new would run for ever. What it wrote before is kept beside the file
+    A model that writes nothing new would run for ever. Its earlier prompts are kept beside the file
     of an earlier run."""
     tokenizer, most = copy.deepcopy(embedded[2]), 99
 

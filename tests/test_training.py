@@ -153,7 +153,8 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
 def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
-    """Also where a training multiplies in bfloat16. No text keeps the states of its batch."""
+    """Batches give the states that decoding gives, even if a training multiplies in bfloat16. No
+    text keeps the states of its batch in memory."""
     monkeypatch.setattr(training, "TOKENS", 40)
     model, texts = tiny(family), [[5] * n + [7, 8] for n in (3, 17, 1, 9, 30, 2)]
     lm, found = FeatureLM(model), read_texts(model, texts)
@@ -215,8 +216,8 @@ def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(tmp_path, monkeyp
 
 
 def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
-    """A link to a file, and a folder, which goes as a whole. The new one is made beside its place,
-    since nothing can be moved from one disk to another."""
+    """A result can go to a file through a link, and a folder is written as a whole. The new one is
+    made beside its place, since nothing can be moved from one disk to another."""
     file, folder = tmp_path / "file", tmp_path / "folder"
     (tmp_path / "link").symlink_to(file)
     write_text(tmp_path / "link", "old")
@@ -352,8 +353,8 @@ def test_a_training_that_ctrl_c_stopped_goes_on(line, tmp_path, monkeypatch):
 def test_another_training_never_goes_on_from_what_is_there(line, tmp_path, monkeypatch):
     """Its checkpoint has another name for another model, other prompts and each other option.
 
-    The same numbers in bfloat16 are another model, too, and what is trained for it is float32: a
-    step of AdamW is about lr, and bfloat16 would round most of it to nothing."""
+    The same numbers in bfloat16 are another model, too. The numbers trained for it are float32:
+    a step of AdamW is about lr, and bfloat16 would round most of it to nothing."""
     files = []
 
     def note(training, *_) -> None:
@@ -370,7 +371,7 @@ def test_another_training_never_goes_on_from_what_is_there(line, tmp_path, monke
 
 @EACH
 def test_recomputing_layers_and_parts_of_logits_change_nothing(line, tmp_path, monkeypatch):
-    """Though mask tokens see rows of an earlier pass, and changes hang on hooks.
+    """This must hold although mask tokens see rows of an earlier pass, and changes hang on hooks.
 
     AdamW makes whole steps of gradients that are nearly 0, so a few weights may differ."""
     ends = []
@@ -440,8 +441,8 @@ def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, cap
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path, monkeypatch):
-    """Prompts of different lengths stand side by side; an answer ends with its EOS. All come in the
-    prompts' order, and a prompt that is repeated is answered once."""
+    """Prompts of different lengths are answered side by side, and an answer ends with its EOS. The
+    answers have the prompts' order, and a prompt that is repeated is answered once."""
     model, prompts = tiny(family), [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25], [7]]
     lm = FeatureLM(model)
     free = [tokens_of(autoregressive(lm, p), 20) for p in prompts]
@@ -519,7 +520,8 @@ def test_held_out_answers_are_drawn_from_the_whole_file(split, capsys):
 
 
 def test_prompts_without_room_for_an_answer_are_skipped(split):
-    """20 tokens of an answer leave 10 of 30 for the prompt, and 140 of the context's 160."""
+    """An answer of 20 tokens must fit. So a prompt has at most 10 of 30 tokens, or 140 of the
+    context's 160."""
     for most, room in (2048, 140), (30, 10):
         with use_settings(Settings(max_length=most)):
             data, held_out = split([[3] * room, [4] * (room + 1), [5] * 2, [3] * room])
@@ -544,7 +546,7 @@ def test_a_batch_is_alike_in_length():
     for batch in (4, 8):
         lengths = [sorted(map(len, sample_alike(rows, batch, rng, len))) for _ in range(80)]
         assert {len(some) for some in lengths} == {batch} and {*sum(lengths, [])} == {*range(30)}
-        assert sum(some[-1] - some[0] for some in lengths) / 80 < 11  # any four: 19, any eight: 24
+        assert sum(some[-1] - some[0] for some in lengths) / 80 < 11  # any four give 19, eight 24
     assert sorted(map(len, sample_alike(rows[:3], 8, rng, len))) == [0, 1, 2]
 
 
@@ -556,7 +558,7 @@ def test_the_most_frequent_tokens():
 
 @pytest.mark.parametrize("name", [*SCALED, "llama", "gpt2"])
 def test_guesses_are_the_models_and_its_head_reads_few_rows(name):
-    """Of eight texts at once, the rows before tokens of answers."""
+    """Eight texts are read at once, and the head reads only the rows before tokens of answers."""
     torch.manual_seed(0)
     model, rows = AutoModelForCausalLM.from_config((SCALED | FAMILIES)[name]).eval(), []
     pairs = [([3, 4], [5, 6, 7]), ([9, 3, 30], [4])] * 5

@@ -14,7 +14,7 @@ from survey.triforce import PartialLM, choose_ends, record_queries, retrieve_chu
 # -------------------------------------------------------------------------------- a part of a cache
 
 def masked(model, text: list[int], new: list[int], kept: list[int]) -> torch.Tensor:
-    """Compute the logits of `new` behind a text, of which only the rows `kept` are seen."""
+    """Compute the logits of `new` after a text, if only the rows `kept` of the text are seen."""
     T, n = len(text), len(new)
     visible = torch.ones(T + n, T + n).tril().bool()
     visible[T:, [i for i in range(T) if i not in kept]] = False
@@ -36,7 +36,8 @@ def taken(model, text: list[int], slots, kept: int) -> tuple[CachedLM, PartialLM
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "opt"])
 def test_kept_rows_are_the_whole_context_under_a_mask(name):
-    """With gaps between them, in one call or in two, and after a rollback."""
+    """The kept rows have gaps between them. They are used in one call, in two, and after a
+    rollback."""
     model, text, kept = tiny(name), [5, 3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9], [0, 1, 4, 5, 9, 10, 11]
     _, part = taken(model, text, kept, 4)
     expected = masked(model, text, [7, 9, 3, 1], kept)
