@@ -223,9 +223,9 @@ def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, r
     M        number of masks of a group
     most     the most anchors of an answer
     rng      the source of randomness
-    returns  ids [B, T]; anchors [B, G], 0 where a text has fewer than G; and labels [B, G, M]. The
-             label of mask j after position a is the token of position a + j + 1. It is -100 where
-             there is no anchor, and beyond the end of the answer
+    returns  ids [B, T], anchors [B, G] and labels [B, G, M]. Anchors are 0 where a text has fewer
+             than G. The label of mask j after position a is the token of position a + j + 1. It is
+             -100 where there is no anchor, and beyond the end of the answer
     """
     # From the prompt's last token on, as long as two tokens follow: the anchor itself predicts the
     # first one, and mask 1 the second one.

@@ -175,7 +175,7 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
 
     n, limit, eos   tokens of a block, the most tokens of the answer, and tokens that end it
     seed            the seed of the first guesses
-    returns         the answer's tokens; and for each block a pair (start, trajectory): the place
+    returns         the answer's tokens, and for each block a pair (start, trajectory): the place
                     of its root in prompt + answer, and its states y(0), y(1), …, y*
     """
     log = []
@@ -191,7 +191,7 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
 
 
 def augment_states(trajectory: list[list[int]], share: float, rng: random.Random) -> None:
-    """Correct some wrong tokens in half of the states before y*, in place.
+    """Set some wrong tokens right in half of the states before y*, in place.
 
     The first wrong token of a state stays wrong. Otherwise the state could become y*.
 

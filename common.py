@@ -274,8 +274,8 @@ class CachedLM:
         parents      for each node an earlier pending node, or -1 for the context's end. None: a
                      chain from the last pending node
         sees_prefix  for each node whether it sees the prefix. None: no node does
-        keep         how many of the last nodes the LM head reads. None: it reads all. 0: it reads
-                     none, if only the cache is wanted. This is no call
+        keep         how many of the last nodes the LM head reads. None: it reads all. With 0 it
+                     reads none, if only the cache is wanted. This is no call
         returns      the logits [n or keep, V] after each node that the LM head read
         """
         began = time.perf_counter()
@@ -401,7 +401,7 @@ CACHES = {}  # the class of the cache for each kind of layer with a state: suppo
 
 
 def layer_kinds(model) -> list[str]:
-    """List the kinds of a model's layers."""
+    """Return the kinds of a model's layers."""
     config = model.config.get_text_config()
     listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     # Not listed: all layers are alike, and have a window if the config has one.
@@ -516,7 +516,7 @@ greedy = Sampler(temperature=0)
 
 # ---------------------------------------------------------------------------------- decoding
 def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
-    """Cache the context of a prompt in all models of a method. Each method calls this first.
+    """Put the context of a prompt into the cache of each model. Each method calls this first.
 
     A draft gives at most as many logits as the target, since a guess must be a token of the target.
 
@@ -592,7 +592,7 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
     except Exception as error:  # each reader of a file format raises errors of its own
         raise InputError(f"expected a model directory or hub id that {device} can load as {dtype}, "
                          f"got {str(path)!r}: {' '.join(str(error).split())[:300]}") from error
-    # Scales that nobody has read are of quantised weights, which would be read as plain numbers.
+    # Scales that were not read are of quantised weights, which would be read as plain numbers.
     scales = [name for name in found["unexpected_keys"] if "scale" in name.rpartition(".")[2]
               and not hasattr(model, "is_quantized")]  # transformers marks what it can read
     wrong = [*scales, *found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]

@@ -194,8 +194,8 @@ def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
     Leviathan's Theorem 3.8 predicts it from γ, c and α, for `verify_tokens` and drafts of equal
-    length. Otherwise it is approximate. c is the time of a draft call divided by that of a target
-    call. α is the share of accepted guesses among the tried ones, which end at a rejected one.
+    length. Otherwise it is approximate. The time of a draft call divided by that of a target call
+    is c. The share of accepted guesses among the tried ones, which end at a rejected one, is α.
 
     run   a run of the command line
     """

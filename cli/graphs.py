@@ -147,7 +147,7 @@ class GraphedLM(TimedLM):
         return logits[:, n - keep:n].clone()
 
     def graph_of(self, tensors: tuple):
-        """Capture a pass over tensors of these shapes.
+        """Capture a pass over tensors of these shapes, and return its graph.
 
         The captured pass runs on zeros and in the last slots. If it ran on the tensors themselves,
         the check on loading would see what this pass gave, and not what a replay gives.

@@ -113,7 +113,7 @@ class Session:
 
     models      by the names "target", "draft", "draft 2", …, and so the tokenizers
     run_as      the kind of CachedLM that models run as
-    trace       a Trace that is told of all runs, or None
+    trace       a Trace that records all runs, or None
     """
 
     def __init__(self, args: Namespace, method, report: Callable, extras: Extras):

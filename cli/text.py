@@ -66,8 +66,9 @@ class TokenTexts:
         add(first byte of "é")   nothing, since half a character is no text
         add(second byte)         "é"
 
-    If wrong bytes follow a character of tokens that are single bytes, a decoding of all of them has
-    signs of an error in place of this character, too. Here it stays, since it has been given away.
+    If tokens are single bytes, wrong bytes may follow a character. Then a decoding of all of them
+    has signs of an error in place of this character, too. Here it stays, since it has been given
+    away.
 
     A tokenizer that is written in Python may change all of a text until its end. Then all of the
     text is the last piece.

@@ -2,8 +2,8 @@
 
 No method knows that it is recorded. While a run lasts, three methods of the class CachedLM
 (PATCHED) are replaced: each replacement calls the original, then writes down what happened.
-Afterwards the originals are put back. The calls of `once` are left out. What takes time waits until
-the round is over, when no clock runs.
+Afterwards the originals are put back. The calls of `once` are left out. Slow work waits until the
+round is over, when no clock runs.
 
 An example is the round of a method that guesses 7 or 8 after the root 5:
 
@@ -58,8 +58,8 @@ class Recorder:
         self.lms = {}  # lm: its number, in the order of their first call
         self.calls = []  # of the present round
         self.unread = []  # of this round: a call, its model, its rows, the likeliest tokens
-        self.pending = defaultdict(dict)  # lm: {row: its call}, of rows that are not committed
-        self.final = defaultdict(dict)  # lm: {place in the text: its call}, of committed rows
+        self.pending = defaultdict(dict)  # by lm, {row: its call} of rows not committed
+        self.final = defaultdict(dict)  # by lm, {place in the text: its call} of committed rows
 
     def wrap(self, name: str) -> Callable:
         """Return what takes the place of a method of CachedLM: the method, then its note.

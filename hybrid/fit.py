@@ -2,8 +2,8 @@
 
     python -m hybrid fit --prompts FILE --out hybrid.json
 
-Before each token of an answer, n-grams and trained parts are asked as in decoding. What they said
-is replayed, and these are fitted to it:
+Before each token of an answer, n-grams and trained parts are asked as in decoding. Their guesses
+are replayed, and these are fitted to them:
 
     fit_trust      the trust of each class of n-grams, by EM (ngrams.py)
     fit_pool       the three numbers that make one chance of the n-grams' and of a trained part's,

@@ -18,8 +18,8 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
     1 + .71 + .52 + .30 + .12 + .11 = 2.76 tokens.
 
 The children of a node come from n-grams (ngrams.py). The last tokens of the node's path are looked
-up in the text and in a datastore. What the target said the last time that it was fed the node's
-token counts as well. A trained part guesses besides, by one pass a round: DFlash for all depths of
+up in the text and in a datastore. The target's choices the last time that it was fed the
+node's token are used as well. A trained part guesses besides, by one pass a round: DFlash for all depths of
 its block, a head for the root's children. Its chance p and the n-grams' q of a token become one
 chance (guessers.py):
 
@@ -32,8 +32,8 @@ The tree grows best first. It ends where a node's chance is below the price of a
     price = seconds that one more row takes (clock.py) · final tokens a second, by the latest rounds
 
 One more row takes time in which ordinary rounds would have made `price` tokens. So a node is worth
-its row if its chance is higher, and the number of rows to verify is chosen by chances and measured
-costs in each round. This is the small readable form of a rule that others found for batches of
+its row if its chance is higher. In each round the number of rows to verify is chosen by chances and
+measured costs. This is the small readable form of a rule that others found for batches of
 texts and for other guesses:
 
     adaptive verification in vLLM   ranks guesses by their chance to survive, a product of

@@ -162,7 +162,7 @@ def measure_first(args: argparse.Namespace, line: str, prompt: list[int]) -> flo
     args     the command line
     line     the row
     prompt   token ids
-    returns  the ratio of tokens a second. All that a user waits for counts, but for the loading
+    returns  the ratio of tokens a second. All that a user waits for counts, except the loading
     """
     bench = Bench(args)
     ours, ar = (bench.row(name)(prompt) for name in (line, AR))
@@ -243,7 +243,7 @@ class Bench:
         self.examples = {tuple(prompt): example for prompt, example in zip(every, examples)}
 
     def drop_loops(self) -> None:
-        """Leave out the prompts whose AR output loops."""
+        """Drop the prompts whose AR output loops."""
         every = [prompt for _, prompt in self.pairs]
         answers = answer_all(self.target, self.eos, every, self.args.max_new_tokens)
         kept = [pair for pair, answer in zip(self.pairs, answers) if not tasks.loops(answer)]

@@ -114,7 +114,7 @@ class Ledger(TorchDispatchMode):
         return tree_map(lambda x: x if is_shape(x) and x.is_floating_point() else to_zeros(x), out)
 
     def count(self, storage) -> None:
-        """Count a storage, unless it was counted before, until nobody has it any more."""
+        """Count a storage until it is freed, unless it was counted before."""
         if not hasattr(storage, "counted"):
             storage.counted = True
             self.add(storage.nbytes())
@@ -126,7 +126,7 @@ class Ledger(TorchDispatchMode):
 
 
 def convert(self, change, recurse: bool = True):
-    """Stand in for Module._apply, which cannot change parameters without numbers."""
+    """Replace Module._apply, which cannot change parameters without numbers."""
     made = {}  # by what it was made of: tied weights stay tied
     for module in self.modules():
         for name, x in module._parameters.items():
@@ -154,7 +154,7 @@ def make_model(shape: dict, device: str):
 
 
 def run_answers(model, tokenizer, prompts: list, *, steps: int, lr: float, out: Path) -> None:
-    """Answer a whole batch of prompts. At the last of its tokens the cache is largest."""
+    """Let a model answer a whole batch of prompts. At the last token the cache is largest."""
     training.answer_all(model, {2}, [prompt + answer[:-2] for prompt, answer in prompts], 2)
 
 
@@ -210,7 +210,7 @@ def run_training(line: str, shape: dict, lengths: tuple[int, int], device: str) 
 def count_by_shapes(line: str, shape: dict, lengths: tuple[int, int] = LENGTHS) -> int:
     """Run a command on shapes, and return the peak in bytes.
 
-    What the training says, such as how many numbers it trains, goes to stderr.
+    The training's own lines, such as how many numbers it trains, go to stderr.
     """
     with (patch.object(torch.nn.Module, "_apply", convert), warnings.catch_warnings(),
           redirect_stdout(sys.stderr), Ledger() as ledger):

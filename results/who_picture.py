@@ -73,7 +73,7 @@ def read_figures(text: str) -> dict[str, list[Curve]]:
     """Read the tables of a page.
 
     text      of the page. The tables of a figure stand between its line and that of the next figure
-    returns   for the file of each figure what `read_curves` returns
+    returns   {file of a figure: its curves, as `read_curves` returns them}
     """
     parts = re.split(r"^!\[.*\]\((.*)\)$", text, flags=re.M)
     return {file: read_curves(part) for file, part in zip(parts[1::2], parts[2::2])}

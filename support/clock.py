@@ -31,8 +31,8 @@ from common import CachedLM
 
 import torch
 
-# What one more row of a call takes, as a share of the call's fixed part, before anything is known.
-# The numbers are those of 10M to 1B parameters on two CPU cores, and of 8B on a GPU.
+# One more row of a call takes this share of the call's fixed part, before anything is known. The
+# numbers are those of 10M to 1B parameters on two CPU cores, and of 8B on a GPU.
 SLOPES = {"cpu": 0.03, "cuda": 0.003}
 FADE = 0.98  # each new note multiplies the weight of the older ones by this, since contexts grow
 PRIOR = 64  # two imagined notes, of 0 and of this many rows, keep the line from tilting by chance
@@ -85,7 +85,7 @@ class Costs:
         self.sums = [0.0] * 5  # of 1, rows, seconds, rows², and rows · seconds, of all notes
 
     def note(self, rows: float, seconds: float) -> None:
-        """Note that rows took so many seconds. At most twice the line's seconds count."""
+        """Add a note that rows took so many seconds. At most twice the line's seconds count."""
         a, b = self.line()
         seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds
         new = 1.0, rows, seconds, rows * rows, rows * seconds
@@ -161,7 +161,7 @@ class Clock:
         return self.plan
 
     def begin(self) -> None:
-        """Begin a round, and note the passes over the prompt, if there were any."""
+        """Start a round, and note the passes over the prompt, if there were any."""
         self.read_passes()
         self.began = time.perf_counter()
 
@@ -174,7 +174,7 @@ class Clock:
         return sum(seconds for _, _, seconds in new)
 
     def note(self, steps: int, guesses: float) -> None:
-        """End a round: note what it took beside the model's passes.
+        """End a round, and add a note of the time that it took beside the model's passes.
 
         steps     of the guessing. They are taken to be alike
         guesses   rows of all steps together

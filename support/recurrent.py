@@ -5,8 +5,8 @@ short convolutions, as in Qwen3.5, Granite 4 and LFM2.
     Gated DeltaNet    Yang et al. 2024, arXiv 2412.06464
     trees on it       arXiv 2608.20961. Kimi Linear's decay of each channel by itself fits as well
 
-Such a layer reads the text token by token into one matrix S, its state. What token j adds is the
-product of a key k_j and a value u_j, and before that a decay shrinks the state by exp(g_j):
+Such a layer reads the text token by token into one matrix S, its state. Token j first shrinks
+the state by the decay exp(g_j). Then it adds the product of a key k_j and a value u_j:
 
     S_j = exp(g_j) S_(j-1) + k_j u_jᵀ        the output is S_jᵀ q_j, for a query q_j
 
@@ -127,7 +127,7 @@ class RecurrentCache(KVCache):
                              f"expected {self.kept} at most, got {n}")
         self.kept -= n
 
-    # What the layers ask of a cache. They get nothing: the functions below know the states.
+    # The layers ask a cache for these. They get nothing: the functions below know the states.
     def update_conv_state(self, inputs: torch.Tensor, layer: int, **_) -> torch.Tensor:
         self.layer = layer  # that runs now
         return inputs

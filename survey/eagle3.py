@@ -242,6 +242,7 @@ def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
              id of a released head. Its tree is the released code's own, with 60 nodes if
              --nodes is 0
+
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(load_draft, adapter, target.model)

@@ -47,7 +47,7 @@ Departures:
   draws them once. Why: the samples of a batch go through a layer together. A layer that is left out
   runs all the same, and its output is thrown away, so no time is saved.
 - Exits of a step. Paper: every R-th layer, with R of 8 to 39, and the first of them changes from
-  step to step. Here: every third layer, of which the first is drawn, and always the last layer.
+  step to step. Here: every third layer from a first one that is drawn, and always the last one.
   Why: with R of 8 or more, 12 layers would have one or two early exits in a step, or none. A first
   layer that is drawn does not depend on the number of the step, so a stopped run goes on as if it
   had not stopped.

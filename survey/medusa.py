@@ -277,8 +277,9 @@ def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes
     epsilon: a probability that is always typical (ε), above 0
     delta:   the factor δ, above 0. A probability above δ exp(-entropy) is typical, too
     adapter: file of heads, made by `python -m survey.medusa train`, or the directory or hub id of
-             released Medusa heads, whose tree is the released code's own, with 64 nodes if --nodes
+             released Medusa heads. Their tree is the released code's own, with 64 nodes if --nodes
              is 0. Without a name it is models/HEADS.safetensors
+
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted"} a call.
     """
     require(heads in KINDS, "heads", "medusa or hydra", heads)

@@ -35,8 +35,8 @@ target's layers. transformers drops them, so they are read from the safetensors 
 
 A wrong norm or a wrong order leaves the text as it is, and only fewer guesses are right. Engines
 found that more are accepted if f and f̂ are read after the final norms: vLLM in DeepSeek's form
-(pull request 45895), and llama.cpp in Qwen's (24025). vLLM has set the embedding to 0 at position
-0, which its issue 33299 calls a mistake. It is not done here.
+(pull request 45895), and llama.cpp in Qwen's (24025). In vLLM the embedding at position 0
+has been set to 0, which its issue 33299 calls a mistake. It is not done here.
 
 Departures, besides those of EAGLE's tree (eagle.py):
 - Blocks. DeepSeek-V3's paper: a block for each depth. Here: one block, which reads its own output,

@@ -135,7 +135,7 @@ def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int 
            log: list | None = None) -> Iterator[list[int]]:
     """Decode speculatively with a draft that learns from one prompt to the next (Alg. 2).
 
-    What the draft has learnt is lost when the process ends.
+    All that the draft has learnt is lost when the process ends.
 
     gamma: tokens drafted a round, 1 or more
     every: how many prompts are served before each step, 1 or more

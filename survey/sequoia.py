@@ -18,10 +18,10 @@ among them, with at most d = 3 levels below the root:
 
     draft calls: {root}, {1, 2}, {3}          Leaves are not fed to the draft.
 
-A dynamic program (Section 3.1) finds G(n, d), the most tokens that a call gives on average with a
-tree of n nodes and at most d levels below its root. T(n, b) is the most tokens if the root has b
-children. Each child begins a branch. The last branch has m nodes and is itself a best tree, with
-one level less. The root and the other branches share the n - m other nodes:
+A dynamic program (Section 3.1) finds G(n, d). This is the most tokens that a call gives on average
+with a tree of n nodes and at most d levels below its root. T(n, b) is the most tokens if the root
+has b children. Each child begins a branch. The last branch has m nodes and is itself a best tree,
+with one level less. The root and the other branches share the n - m other nodes:
 
     G(n, d) = max_b T(n, b),    T(n, b) = max_m T(n - m, b - 1) + P_b G(m, d - 1),    T(n, 0) = 1
 

@@ -34,8 +34,7 @@ def random_part(model, kind: str):
 # ----------------------------------------------------------------------------------- n-grams
 
 def test_the_example_of_the_header():
-    """The letters x y are "on the". After it came m, m, h; after other y came m, m, h, c, c, c,
-    c."""
+    """Here x y is "on the". After it came m, m, h; after other y came m, m, h, c, c, c, c."""
     trust = [[[0.0] * 3 for _ in range(5)] for _ in range(2)]
     trust[0][2][2], trust[0][3][1] = 0.6, 0.5
     ngrams = NGrams("xym1xym2xyh3ym4ym5yh6yc7yc8yc9yc0xy", Datastore(), trust)
@@ -58,8 +57,7 @@ def test_the_longest_suffix_comes_first_and_of_equals_the_text():
 
 
 def test_what_the_target_said_comes_last():
-    """In the text z is found once, after "ab" and so after "b". The target said c, a and d after
-    b."""
+    """The text has z once, after "ab" and so after "b". The target said c, a and d after b."""
     trust = [[[0.5] * 3] * 5, [[0.0] * 3] * 5, [[0.4] * 3] * 5]
     successors = Successors()
     successors.rows = {as_tokens("b")[0]: as_tokens("cad")}

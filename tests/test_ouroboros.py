@@ -34,8 +34,7 @@ def first(chunks, n: int) -> list[list[int]]:
 
 
 def test_phrases_of_a_rejection():
-    """The draft's d_2 = 6 is rejected. Of the tokens after it d_3 and d_4 match, and d_5 does
-    not."""
+    """The draft's d_2 = 6 is rejected. After it d_3 and d_4 match, and d_5 does not."""
     d, v = [5, 6, 7, 8, 9], [5, 1, 7, 8, 2, 4]
     assert phrases_of(d, v, 1, 3) == [(6, 7, 8), (7, 8, 2)]
     assert phrases_of(d, v, 1, 2) == [(6, 7), (7, 8), (8, 2), (9, 4)]

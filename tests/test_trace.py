@@ -22,8 +22,8 @@ OWN = {"cllm": ["--target", str(ROOT / "models/cllm")], "speculative": ["--compa
 
 def checked(run: dict) -> list[int]:
     """Return the output of a run, and check its record. The kept rows of the verifying model are
-    the root and the output without its last token. Parents come before their rows, and times
-    rise."""
+    the root and the output without its last token. Parents come before their rows, and
+    times rise."""
     output = [token for step in run["rounds"] for token in step["chunk"]]
     calls = [call for step in run["rounds"] for call in step["calls"]]
     kept = [call["ids"][row] for call in calls if call["lm"] == run["target"]
