@@ -73,9 +73,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     n: tokens of a block, its root included, 2 or more
 
     Yields chunks of 1 to n tokens; logs {"states", "final"} a block, lists that each call extends.
-    The state y(j) of the Jacobi trajectory is states[j], n tokens with the root first. The number
-    of its leading tokens that are final is final[j]. This is n + 1 if the token after the block is
-    final too.
+    The state y(j) of the Jacobi trajectory is states[j], n tokens with the root first. Its leading
+    final[j] tokens are final. The number is n + 1 if the token after the block is final too.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")

@@ -71,7 +71,7 @@ def test_the_dynamic_program_equals_brute_force():
 
 
 def test_shapes_by_hand():
-    """The shapes are the header's picture and a bushy tree. Nodes without children are never fed."""
+    """These are the header's picture and a bushy tree. Nodes without children are never fed."""
     best = tabulate((0.6, 0.2, 0.1), 7, 3)
     assert parents_of(best, 7, 3) == [-1, 0, 0, 1, 1, 2, 3] and best[3].G[7] == pytest.approx(2.616)
     shape = shape_of(BUSHY)
