@@ -192,8 +192,9 @@ class KVCache:
             return  # they are in place already
         rows = first + torch.tensor(path)
         for buffer in itertools.chain(*self.layers.values()):
+            rows = rows.to(buffer.device)  # only the first of them is copied to a GPU
             # The rows on the right are a copy, so the two places may overlap.
-            buffer[:, :, first:first + len(path)] = buffer[:, :, rows.to(buffer.device)]
+            buffer[:, :, first:first + len(path)] = buffer[:, :, rows]
 
     def reset(self) -> None:
         """Forget everything."""
@@ -443,10 +444,9 @@ def attention_mask(windows: dict, visible, row_places, slot_places, like: torch.
     like          a tensor of the wanted type and device
     returns       [B, 1, n, m]; for several kinds of layers a dictionary of such masks
     """
-    masks = {}
+    masks, past = {}, row_places[..., None] - slot_places[:, None]
     for kind, window in windows.items():
-        far = row_places[..., None] - slot_places[:, None]
-        seen = visible if window is None else visible & (far < window)
+        seen = visible if window is None else visible & (past < window)
         masks[kind] = torch.where(seen[:, None], 0.0, -torch.inf).to(like)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 

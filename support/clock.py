@@ -203,7 +203,9 @@ def rank_tokens(logits: torch.Tensor, vocab: torch.Tensor) -> tuple[list, list]:
     # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
     chances = logits.float().softmax(-1).nan_to_num(0.0)
     best = chances.topk(min(RANKS, chances.shape[-1]))
-    return vocab[best.indices].tolist(), best.values.tolist()
+    # Both come from a GPU at once. A double holds every token exactly.
+    tokens, chances = torch.stack([vocab[best.indices].double(), best.values.double()]).cpu()
+    return tokens.long().tolist(), chances.tolist()
 
 
 def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], list[int]]:

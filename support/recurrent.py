@@ -98,10 +98,12 @@ class RecurrentCache(KVCache):
 
     def commit(self, first: int, path: list[int]) -> None:
         super().commit(first, path)
-        nodes = [*range(self.kept), *(self.kept + node for node in path)]
+        nodes = torch.tensor([*range(self.kept), *(self.kept + node for node in path)])
         self.kept = len(nodes)
         for rows in self.rows.values():
-            rows.update({name: row[nodes] for name, row in rows.items()})
+            for name, row in rows.items():
+                nodes = nodes.to(row.device)  # only the first of them is copied to a GPU
+                rows[name] = row[nodes]
         if self.kept > 2 * KEEP:
             self.fold(self.kept - KEEP)
 
