@@ -137,8 +137,8 @@ MUTANTS = {
         ("nothing = torch.zeros_like(hidden)", "nothing = hidden",
          "a skipped block doubles its input")],
     "survey/early_exit.py": [
-        ("return self.norm(x + self.W_2(", "return self.norm(self.W_2(",
-         "the residual is forgotten")],
+        ("return hidden_states + added", "return added", "the residual is forgotten"),
+        ("x[len(e) - len(last):len(e)]", "x[-len(last):]", "rows of padding learn")],
     "survey/eagle.py": [
         ("(f + noise)[:, :-2], ids[:, 1:-1])", "(f + noise)[:, :-2], ids[:, :-2])",
          "the token is not one ahead of the feature"),
