@@ -38,18 +38,18 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import InputError, Sampler, greedy
-from support.layers import FeatureLM, depth_of, name_norm, split_layers, view
-from support.parts import MODELS, Part, load_trained, save_trained, score_with
+from common import Sampler, greedy
+from support.layers import FeatureLM, depth_of, name_norm, split_layers
+from support.parts import MODELS, Part, load_trained, match_type, save_trained, score_with
 from support.released import make_config
-from survey.layerskip import collect_states, self_speculate
+from survey.layerskip import self_speculate
+from training.acceptance import Text, compute_features
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, fit_part,
-                           prepare_training, read_texts, sample_alike)
+                           prepare_training, sample_alike)
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers.models.llama.modeling_llama import (LlamaAttention, LlamaRMSNorm,
-                                                      LlamaRotaryEmbedding)
+from transformers.models.llama import modeling_llama as llama
 
 EXIT = f"{MODELS}/exit.safetensors"
 
@@ -75,55 +75,52 @@ class Exit(Part):
         config._attn_implementation = "grouped"  # the attention of common.py
         decoder = model.get_decoder()
         self.E = E
-        self.before = LlamaRMSNorm(config.hidden_size)  # norm_1
-        self.attention = LlamaAttention(config, E)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.before = llama.LlamaRMSNorm(config.hidden_size)  # norm_1
+        self.attention = llama.LlamaAttention(config, E)
+        self.rotary = llama.LlamaRotaryEmbedding(config)
         self.norm = copy.deepcopy(decoder._modules[name_norm(decoder)]).float()  # norm_2
         # At first the attention adds nothing, so training begins with the exit that the model has.
         torch.nn.init.zeros_(self.attention.o_proj.weight)
         self.requires_grad_(True).to(model.device)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask=None, position_ids=None,
+    def forward(self, hidden_states: torch.Tensor, *, position_ids, attention_mask=None,
                 past_key_values=None, layer_past=None, **_) -> torch.Tensor:
         """Run the adapter as the models of transformers run their layers.
 
         hidden_states    x, [B, n, d]
+        position_ids     [1, n]. Granite 4 does not hand them to its layers, and so is refused
         attention_mask   as `attention_mask` of common.py makes it. None: each row sees those before
-        position_ids     [1, n]
         past_key_values  the cache, which some families call layer_past. None: there is no context
         returns          [B, n, d], what norm_2 reads
         """
-        if position_ids is None:  # Granite 4 does not hand them to its layers
-            raise InputError("expected layers that are given positions")
         cache = layer_past if past_key_values is None else past_key_values
         x = self.before(hidden_states)
         added, _ = self.attention(x, self.rotary(x, position_ids), attention_mask, cache)
         return hidden_states + added
 
 
-def read_exit(network: Exit, batch: list[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
+def read_exit(network: Exit, batch: list[Text]) -> tuple[torch.Tensor, torch.Tensor]:
     """Run an exit over whole texts, and take the rows from which tokens of answers are guessed.
 
     network  the exit
-    batch    for each text its states after layer E, [T, d], and the states of its last n positions
-             after the model's last norm, [n, d]
-    returns  what the LM head reads at these positions of all texts, of the exit and of the model,
-             [N, d] each
+    batch    texts, whose features are the states after layer E and those after the last norm
+    returns  what the LM head reads in these rows, of the exit and of the model, [N, d] each
     """
+    # Both are [B, T, d].
+    early, last = pad_sequence([x.features for x in batch], batch_first=True).float().chunk(2, -1)
+    place = torch.arange(early.shape[1], device=early.device)
     # Padding comes after a text, so no row of the text sees it.
-    early = pad_sequence([x for x, _ in batch], batch_first=True).float()  # [B, T, d]
-    positions = torch.arange(early.shape[1], device=early.device)[None]
-    read = network.norm(network(early, position_ids=positions))
-    rows = [x[len(e) - len(last):len(e)] for x, (e, last) in zip(read, batch)]
-    return torch.cat(rows), torch.cat([last for _, last in batch])
+    read = network.norm(network(early, position_ids=place[None]))
+    learns = torch.stack([(place >= x.length - 1) & (place < len(x.ids) - 1) for x in batch])
+    return read[learns], last[learns]
 
 
-def exit_loss(score: Callable, network: Exit, batch: list[tuple], vocab: int) -> torch.Tensor:
+def exit_loss(score: Callable, network: Exit, batch: list[Text], vocab: int) -> torch.Tensor:
     """Compute the cross-entropy of an exit's distribution q with the model's own distribution p.
 
     score    turns what the LM head reads into logits (parts.score_with)
     network  the exit
-    batch    states of texts, as `read_exit` takes them
+    batch    texts, as `read_exit` takes them
     vocab    the number of logits
     returns  the mean over the tokens of the answers, in nats
     """
@@ -169,28 +166,19 @@ def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) 
     """
     model.requires_grad_(False)
     score = score_with(model)
-    L, (V, d) = depth_of(model), model.get_output_embeddings().weight.shape
-
-    def collect(pairs: list) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute for each text all states after layer E, and the answer's after the last norm."""
-        texts = [prompt + answer[:-1] for prompt, answer in pairs]
-        early = read_texts(view(model, 0, network.E), texts)
-        return [*zip(early, collect_states(model, pairs, L))]
-    states_of, _ = compute_frozen(collect, data, 2 * d)  # two states of d numbers a token
-    held_states = collect(held_out)
+    V, d = model.get_output_embeddings().weight.shape
+    taps = [network.E, depth_of(model)]
+    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, taps), data, 2 * d)
+    held_texts = compute_features(model, held_out, taps)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
-        return exit_loss(score, network, states_of(numbers), V)
+        return exit_loss(score, network, texts_of(numbers), V)
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        same = []
-        for states in held_states:
-            read, last = read_exit(network, [states])
-            # 512 rows at a time, since more logits could fill the memory.
-            same += [score(x).argmax(-1) == score(y).argmax(-1)
-                     for x, y in zip(read.split(512), last.split(512))]
+        both = [read_exit(network, [text]) for text in held_texts]
+        same = [score(read).argmax(-1) == score(last).argmax(-1) for read, last in both]
         right = torch.cat(same).float().mean().item()
         return {"right": right}, f"held-out guesses right {right:.3f}"
 
@@ -216,7 +204,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = Exit(model, E)
-    split_layers(FeatureLM(model), E, network)  # refuses an E or a model that does not fit
+    # Refuse an E or a model that does not fit. What is trained stays float32, so a copy is checked.
+    split_layers(FeatureLM(model), E, match_type(copy.deepcopy(network), model))
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
     fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)

@@ -138,7 +138,8 @@ MUTANTS = {
          "a skipped block doubles its input")],
     "survey/early_exit.py": [
         ("return hidden_states + added", "return added", "the residual is forgotten"),
-        ("x[len(e) - len(last):len(e)]", "x[-len(last):]", "rows of padding learn")],
+        ("(place >= x.length - 1)", "(place >= x.length)",
+         "the first token of an answer is not learnt")],
     "survey/eagle.py": [
         ("(f + noise)[:, :-2], ids[:, 1:-1])", "(f + noise)[:, :-2], ids[:, :-2])",
          "the token is not one ahead of the feature"),
