@@ -181,7 +181,7 @@ class FeatureLM(CachedLM):
 # goes on from the hidden states of the first. Here E = 2 of L = 3 layers are early ones:
 #
 #     the model   tokens ── 1 ── 2 ── 3 ── norm ── LM head
-#     early       tokens ── 1 ── 2 ─┬─ end ── LM head          `end` is the norm, or a trained exit
+#     early       tokens ── 1 ── 2 ─┬─ norm ── LM head         or: ─┬─ adapter ── norm ── LM head
 #                                   x                          x is [n, d], the features of `early`
 #     late                          └─ 3 ── norm ── LM head
 #
@@ -189,33 +189,40 @@ class FeatureLM(CachedLM):
 # view has a cache that holds only its own layers.
 
 
-def view(model, first: int, last: int, end: torch.nn.Module | None = None):
+def view(model, first: int, last: int, adapter: torch.nn.Module | None = None):
     """Make a view of a model.
 
     The features of a view that ends early are the hidden states after its own last layer, without
-    a norm. So another view can go on with them. The LM head reads them through `end`.
+    a norm. So another view can go on with them. The LM head reads them through the norm.
 
     first    how many layers the view lacks at the beginning of the model
     last     how many layers of the model come before the end of the view. So the view has the
              layers first + 1 … last, if the first layer of the model is layer 1
-    end      the module before the LM head of a view that ends early. None: the model's last norm
+    adapter  one more layer at the end of the view, and the norm after it, `adapter.norm`. Then what
+             enters this layer is tapped as the features. None: there is no such layer
     returns  the view, with a config of its own
     """
     new = share_weights(model)
     decoder, layers = new.get_decoder(), list_layers(new)
+    text, norm = new.config.get_text_config(), name_norm(decoder)
     del layers[last:]
     del layers[:first]
-    renumber(new.config.get_text_config(), range(first, last))
-    if last < depth_of(model):
+    if adapter:
+        layers.append(adapter)
+        decoder._modules[norm] = adapter.norm
+    elif last < depth_of(model):
         # The norm moves from the decoder, whose output is the features, to the LM head.
-        norm = name_norm(decoder)
-        end = end or decoder._modules[norm]
-        new.set_output_embeddings(torch.nn.Sequential(end, new.get_output_embeddings()))
+        end = torch.nn.Sequential(decoder._modules[norm], new.get_output_embeddings())
+        new.set_output_embeddings(end)
         decoder._modules[norm] = torch.nn.Identity()
+    renumber(text, range(first, first + len(layers)))
+    if adapter and getattr(text, "layer_types", None):
+        # The adapter has the number of the layer in whose place it stands, but attends to all rows.
+        text.layer_types[-1] = "full_attention"
     return new
 
 
-def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
+def split_layers(target: CachedLM, E: int, adapter: torch.nn.Module | None = None):
     """Split a model into two views, and check that one after the other is the whole model.
 
     Families fail the check if a layer reads more than hidden states and positions, or if the model
@@ -223,19 +230,21 @@ def split_layers(target: CachedLM, E: int, end: torch.nn.Module | None = None):
 
     target   the whole model
     E        how many layers the first view has, 1 or more and fewer than all
-    end      the module before the LM head of the first view. None: the model's last norm
-    returns  early and late, each a CachedLM with a cache of its own. InputError if E does not fit
-             or the check fails
+    adapter  one more layer of the first view, with its norm, as for `view`. None: there is none
+    returns  early and late, each a CachedLM with a cache of its own. The features of `early` are
+             the hidden states after layer E, if it starts with taps [E]. InputError if E does not
+             fit or the check fails
     """
     model = target.model
     L = depth_of(model)
     if not 1 <= E < L:
         raise InputError(f"--E must be 1 to {L - 1} for a model of {L} layers, got {E}")
     with explain_errors("a model that can be split after any layer", type(model).__name__):
-        parts = view(model, 0, E, end), view(model, E, L)
+        parts = view(model, 0, E, adapter), view(model, E, L)
         whole, early, late = (type(target)(x, target.vocab) for x in (model, *parts))
         ids, parents = [3, 1, 2, 0, 3], [-1, 0, 0, 1, 2]  # a tree, so masks are checked too
         right = whole.forward(ids, parents).float()
+        early.taps = [E]
         early.forward(ids, parents)
         both = late.forward(early.features, parents).float()
     # A view may round differently in 16 bits, and a wrong one is off by far more than this.

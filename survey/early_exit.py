@@ -1,34 +1,36 @@
-"""An early exit of a frozen model: a small network after its first layers, through which it drafts.
+"""Kangaroo: a model drafts with its first layers and a trained adapter, and stops when unsure.
 
-This is Kangaroo with another exit. Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via
-Double Early Exiting", arXiv 2404.18911, with released code in Equationliu/Kangaroo. The model stays
-as it is, and so does its output, since the other layers verify what the exit guesses. The loop is
-LayerSkip's (layerskip.py).
+Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting", arXiv
+2404.18911, with released code in Equationliu/Kangaroo. The model stays as it is, and so does its
+output, since the other layers verify what the adapter guesses. The loop is LayerSkip's
+(layerskip.py).
 
     python -m survey.early_exit --prompt "..."
     python -m survey.early_exit train --prompts FILE --out my.safetensors
     python -m survey.early_exit --exit my.safetensors --prompt "..."
 
     layers 1 … E ── x ──┬── layers E + 1 … L ── norm ── LM head      p, the model's own distribution
-                        └── exit ── LM head                          q, from which a guess is drawn
+                        └── adapter ── norm_2 ── LM head             q, from which a guess is drawn
 
-    exit(x) = norm_2(x + W_2 SiLU(W_1 norm_1(x)))
-    loss    = - Σ_v p(v) log q(v), the cross-entropy of q with p
+    adapter(x) = x + Attention(norm_1(x))
+    loss       = - Σ_v p(v) log q(v), the cross-entropy of q with p
 
-The LM head is the same in both lines. Only the exit is trained: norm_1, W_1, W_2 and norm_2, which
-begins as a copy of the model's last norm. W_2 begins as 0, so that at first q is what LayerSkip's
-exit would say.
+The LM head is the same in both lines. The adapter is a decoder layer without its MLP, so it reads
+the context. It stands after the first E layers as one more layer, and their cache holds its keys
+and values too. Only norm_1, the attention and norm_2 are trained.
+
+The two early exits of the paper's title are these. The first one is that a guess is made after E
+layers. The second one ends a draft after a guess of which the adapter is not sure.
 
 Departures:
-- The exit. Paper: one block of attention between two norms, without an MLP. Here: an MLP without
-  attention, the opposite half. Why: an exit without attention has no cache.
-- End of a draft. Paper: a second "early exit" ends a draft after a guess of low confidence (0.6 in
-  the released code), or after 6 guesses. Here: a draft always has γ guesses. Why: one loop serves
-  LayerSkip too.
+- Beginning. Released code: all weights are random, and norm_2 begins with ones. Here: norm_2 begins
+  as a copy of the model's last norm, and the output matrix of the attention as 0. Why: at first q
+  is what LayerSkip's exit would say, so fewer steps are needed.
 - Sampling. Released code: only greedy decoding. Here: sampling too, exactly. Why: LayerSkip's loop
   has the rule of speculative sampling already.
-- Training data. Paper: ShareGPT. Here: the tokens of the model's own greedy answers. Why:
-  these are the tokens that the exit has to guess.
+- Training. Paper: ShareGPT, and a rate of 3e-5 in the released code. Here: the model's own greedy
+  answers, and 2e-3 with a cosine. Why: the adapter guesses these answers, and small models need a
+  higher rate.
 """
 import copy
 import random
@@ -38,13 +40,16 @@ from typing import Callable, Iterator
 
 from common import Sampler, greedy
 from support.layers import FeatureLM, depth_of, name_norm, split_layers
-from support.parts import MODELS, Part, load_trained, save_trained, score_with
-from survey.layerskip import collect_states, self_speculate
-from training.loop import (compute_frozen, divergence_in_parts, fit_part, prepare_training,
-                           sample_rows)
+from support.parts import MODELS, Part, load_trained, match_type, save_trained, score_with
+from support.released import make_config
+from survey.layerskip import self_speculate
+from training.acceptance import Text, compute_features
+from training.loop import (compute_frozen, count_tokens, divergence_in_parts, fit_part,
+                           prepare_training, sample_alike)
 
 import torch
-import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers.models.llama import modeling_llama as llama
 
 EXIT = f"{MODELS}/exit.safetensors"
 
@@ -52,11 +57,11 @@ EXIT = f"{MODELS}/exit.safetensors"
 # --------------------------------------------------------------------- the exit and its loss
 
 class Exit(Part):
-    """Turn the hidden states x [n, d] after layer E into what the model's LM head reads.
+    """Be the layer after the first E layers of a model: the adapter, an attention without an MLP.
 
     model  the model that the exit is for. The exit begins with a copy of its last norm
     E      how many layers stand before the exit
-    width  the width of the exit's MLP
+    norm   norm_2, which stands between the adapter and the LM head
     right  how often its likeliest token is the model's on held-out answers, once it is trained
     vocab  None, since it can guess all tokens of the model
     """
@@ -64,58 +69,87 @@ class Exit(Part):
     facts = ("right",)
     vocab = None
 
-    def __init__(self, model, E: int, width: int):
+    def __init__(self, model, E: int):
         super().__init__()
+        config = make_config(model)
+        config._attn_implementation = "grouped"  # the attention of common.py
         decoder = model.get_decoder()
-        d = model.get_output_embeddings().weight.shape[1]
         self.E = E
+        self.before = llama.LlamaRMSNorm(config.hidden_size)  # norm_1
+        self.attention = llama.LlamaAttention(config, E)
+        self.rotary = llama.LlamaRotaryEmbedding(config)
         self.norm = copy.deepcopy(decoder._modules[name_norm(decoder)]).float()  # norm_2
-        self.before = torch.nn.LayerNorm(d)  # norm_1
-        self.W_1 = torch.nn.Linear(d, width)
-        self.W_2 = torch.nn.Linear(width, d)
-        # At first the MLP adds nothing, so training begins with the exit that the model has.
-        torch.nn.init.zeros_(self.W_2.weight)
-        torch.nn.init.zeros_(self.W_2.bias)
+        # At first the attention adds nothing, so training begins with the exit that the model has.
+        torch.nn.init.zeros_(self.attention.o_proj.weight)
         self.requires_grad_(True).to(model.device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.W_2(F.silu(self.W_1(self.before(x)))))
+    def forward(self, hidden_states: torch.Tensor, *, position_ids, attention_mask=None,
+                past_key_values=None, layer_past=None, **_) -> torch.Tensor:
+        """Run the adapter as the models of transformers run their layers.
+
+        hidden_states    x, [B, n, d]
+        position_ids     [1, n]. Granite 4 does not hand them to its layers, and so is refused
+        attention_mask   as `attention_mask` of common.py makes it. None: each row sees those before
+        past_key_values  the cache, which some families call layer_past. None: there is no context
+        returns          [B, n, d], what norm_2 reads
+        """
+        cache = layer_past if past_key_values is None else past_key_values
+        x = self.before(hidden_states)
+        added, _ = self.attention(x, self.rotary(x, position_ids), attention_mask, cache)
+        return hidden_states + added
 
 
-def exit_loss(score: Callable, network: Exit, early: torch.Tensor, last: torch.Tensor,
-              vocab: int) -> torch.Tensor:
+def read_exit(network: Exit, batch: list[Text]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run an exit over whole texts, and take the rows from which tokens of answers are guessed.
+
+    network  the exit
+    batch    texts, whose features are the states after layer E and those after the last norm
+    returns  what the LM head reads in these rows, of the exit and of the model, [N, d] each
+    """
+    # Both are [B, T, d].
+    early, last = pad_sequence([x.features for x in batch], batch_first=True).float().chunk(2, -1)
+    place = torch.arange(early.shape[1], device=early.device)
+    # Padding comes after a text, so no row of the text sees it.
+    read = network.norm(network(early, position_ids=place[None]))
+    learns = torch.stack([(place >= x.length - 1) & (place < len(x.ids) - 1) for x in batch])
+    return read[learns], last[learns]
+
+
+def exit_loss(score: Callable, network: Exit, batch: list[Text], vocab: int) -> torch.Tensor:
     """Compute the cross-entropy of an exit's distribution q with the model's own distribution p.
 
     score    turns what the LM head reads into logits (parts.score_with)
     network  the exit
-    early    [n, d], hidden states after layer E, float32
-    last     [n, d], hidden states of the same positions after the last norm
+    batch    texts, as `read_exit` takes them
     vocab    the number of logits
-    returns  the mean over the n positions, in nats
+    returns  the mean over the tokens of the answers, in nats
     """
-    return divergence_in_parts("cross-entropy", score, score, vocab, last, network(early)).mean()
+    read, last = read_exit(network, batch)
+    return divergence_in_parts("cross-entropy", score, score, vocab, last, read).mean()
 
 
 # ---------------------------------------------------------------------------------- decoding
 
-def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, exit: str = EXIT,
-               trained: Exit | None = None, sample: Sampler = greedy,
+def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, threshold: float = 0.6,
+               exit: str = EXIT, trained: Exit | None = None, sample: Sampler = greedy,
                log: list | None = None) -> Iterator[list[int]]:
     """Draft with the first layers and a trained exit, and verify with the other layers.
 
     The exit stands before the frozen LM head. The output is the model's own, exactly.
 
-    gamma: how many tokens are drafted in a round, 1 or more
-    exit:  the file of an exit, made by `python -m survey.early_exit train`
+    gamma:     the most tokens that are drafted in a round, 1 or more
+    threshold: a draft ends after a guess that had a smaller draft probability than this number, by
+               the exit's distribution before temperature, top-k and top-p, 0 or more
+    exit:      the file of an exit, made by `python -m survey.early_exit train`
 
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
 
-    In the log "layers" is how many layers ran one after the other. In Python, `trained` may be an
-    Exit, which takes the place of the file.
+    In the log "layers" is how many layers ran one after the other, where the adapter counts as
+    half a layer. In Python, `trained` may be an Exit, which takes the place of the file.
     """
     trained = trained or target.once(load_exit, exit, target.model)
     early, late = target.once(split_layers, target, trained.E, trained)
-    yield from self_speculate(target, early, late, prompt, gamma, sample, log)
+    yield from self_speculate(target, early, late, prompt, gamma, threshold, sample, log)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -125,41 +159,36 @@ def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) 
 
     data      pairs of a prompt and its answer, to train on
     held_out  pairs on which the exit is only measured
-    batch     how many positions a step learns from
+    batch     how many answers a step learns from
     how       other arguments of `fit_part`
 
     The exit's `right` is then how often its likeliest token is the model's.
     """
     model.requires_grad_(False)
     score = score_with(model)
-    L, (V, d) = depth_of(model), model.get_output_embeddings().weight.shape
-
-    def collect(pairs: list) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute the states after layer E and after the last norm, [n, d] each, of each answer."""
-        return [*zip(collect_states(model, pairs, network.E), collect_states(model, pairs, L))]
-    states_of, texts = compute_frozen(collect, data, 2 * d)  # two states of d numbers a token
-    lengths = [len(answer) for _, answer in data]
-    # All states of all held-out answers, 512 at a time: more logits could fill the memory.
-    held_early, held_last = (torch.cat(x).split(512) for x in zip(*collect(held_out)))
+    V, d = model.get_output_embeddings().weight.shape
+    taps = [network.E, depth_of(model)]
+    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, taps), data, 2 * d)
+    held_texts = compute_features(model, held_out, taps)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        early, last = sample_rows(states_of, texts, lengths, batch, rng)
-        return exit_loss(score, network, early.float(), last, V)
+        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
+        return exit_loss(score, network, texts_of(numbers), V)
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        same = [score(network(early.float())).argmax(-1) == score(last).argmax(-1)
-                for early, last in zip(held_early, held_last)]
+        both = [read_exit(network, [text]) for text in held_texts]
+        same = [score(read).argmax(-1) == score(last).argmax(-1) for read, last in both]
         right = torch.cat(same).float().mean().item()
         return {"right": right}, f"held-out guesses right {right:.3f}"
 
-    fit_part(network, model, (network.E, batch, texts), data, held_out, loss_of, evaluate,
-             name="exit", **how)
+    fit_part(network, model, (network.E, batch), data, held_out, loss_of, evaluate, name="exit",
+             **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
-          width: int = 512, max_new_tokens: int = 200, steps: int = 2000, batch: int = 512,
-          lr: float = 2e-3, seed: int = 0) -> None:
+          max_new_tokens: int = 200, steps: int = 2000, batch: int = 16, lr: float = 2e-3,
+          seed: int = 0) -> None:
     """Train an exit for a frozen model, on the model's own answers to prompts.
 
     A stopped run goes on where it was.
@@ -167,20 +196,20 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     out:   the safetensors file to make
     work:  the folder of the answers and the checkpoints. The default is OUT.work
     E:     how many layers stand before the exit, 1 or more
-    width: the width of the exit's MLP, 1 or more
     max_new_tokens: the most tokens of an answer
-    batch: how many positions a step learns from
-    lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was found for models
-           of 10M to 135M parameters
+    batch: how many answers a step learns from
+    lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was tried on 10M
+           parameters, and no other rate
     """
-    split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        network = Exit(model, E, width)
+        network = Exit(model, E)
+    # Refuse an E or a model that does not fit. What is trained stays float32, so a copy is checked.
+    split_layers(FeatureLM(model), E, match_type(copy.deepcopy(network), model))
+    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
+                                            max_new_tokens=max_new_tokens)
     fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
-    save_trained(out, network, model, E=E, width=width)
+    save_trained(out, network, model, E=E)
 
 
 # ------------------------------------------------------------------------------------- its file
@@ -192,8 +221,7 @@ def load_exit(path: str | Path, model) -> Exit:
     model    the model
     returns  the exit. InputError if the file is damaged, or for another model
     """
-    return load_trained(path, Exit.title, model,
-                        lambda header: Exit(model, header["E"], header["width"]))
+    return load_trained(path, Exit.title, model, lambda header: Exit(model, header["E"]))
 
 
 if __name__ == "__main__":

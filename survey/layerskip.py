@@ -83,19 +83,24 @@ R = 3  # in a training step every R-th layer has an exit
 # ---------------------------------------------------------------------------------- decoding
 
 def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt: list[int],
-                   gamma: int, sample: Sampler, log: list | None) -> Iterator[list[int]]:
+                   gamma: int, threshold: float, sample: Sampler,
+                   log: list | None) -> Iterator[list[int]]:
     """Draft with the early layers, and verify with the late layers (Section 4.3).
 
-    target  the whole model. The calls of the late layers count as its calls; it does not run itself
-    early   layers 1 … E with an exit. Its features are the hidden states after layer E
-    late    layers E + 1 … L, which read these hidden states in place of tokens
-    prompt  the tokens of the prompt
-    gamma   how many tokens are drafted in a round
-    sample  draws the guesses and judges them
-    log     gets {"drafted", "accepted", "layers"} of each round. None: nothing is logged
-    yields  chunks of 1 to gamma + 1 tokens
+    target     the whole model. The calls of the late layers count as its calls; it does not run
+               itself
+    early      layers 1 … E with an exit
+    late       layers E + 1 … L, which read the hidden states after layer E in place of tokens
+    prompt     the tokens of the prompt
+    gamma      the most tokens that are drafted in a round
+    threshold  a draft ends after a guess that had a smaller draft probability (early_exit.py).
+               0: no draft ends before gamma tokens
+    sample     draws the guesses and judges them
+    log        gets {"drafted", "accepted", "layers"} of each round. None: nothing is logged
+    yields     chunks of 1 to gamma + 1 tokens
     """
-    prompt = begin(prompt, early)
+    E = depth_of(target.model) - depth_of(late.model)
+    prompt = begin(prompt, early, taps=[E])  # so its features are the hidden states after layer E
     late.start([])
     # The late layers cache the context from its hidden states. A long prompt comes in parts.
     for i in range(0, early.length, late.PART):
@@ -112,6 +117,9 @@ def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt:
             draft_probs.append(sample.probs(logits))
             token = sample.draw(draft_probs[-1])  # [1]; the CPU need not wait for it
             drawn.append(token)
+            # This guess is kept, but none comes after it. A NaN ends a draft too.
+            if threshold and not logits.float().softmax(-1)[0, token] >= threshold:
+                break
         # The last guess needs a hidden state too, but the exit does not guess after it.
         early.forward(token, keep=0)
         hidden.append(early.features)
@@ -125,8 +133,9 @@ def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt:
         late.commit(range(1 + accepted))
         move_counts(late, target)
         if log is not None:
-            layers = gamma * depth_of(early.model) + depth_of(target.model)  # γ E + L
-            log.append({"drafted": gamma, "accepted": accepted, "layers": layers})
+            adapter = (depth_of(early.model) - E) / 2  # it has no MLP, so it is half a layer
+            layers = len(hidden) * (E + adapter) + depth_of(late.model)  # without adapter γ E + L
+            log.append({"drafted": len(guesses), "accepted": accepted, "layers": layers})
         yield guesses[:accepted] + [root]
 
 
@@ -153,7 +162,7 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
     E = E or tuned_E
     writer = target.once(type(target), model, target.vocab)
     early, late = target.once(split_layers, writer, E)
-    yield from self_speculate(target, early, late, prompt, gamma, sample, log)
+    yield from self_speculate(target, early, late, prompt, gamma, 0.0, sample, log)
 
 
 # -------------------------------------------------------------------------------------- the loss

@@ -137,8 +137,9 @@ MUTANTS = {
         ("nothing = torch.zeros_like(hidden)", "nothing = hidden",
          "a skipped block doubles its input")],
     "survey/early_exit.py": [
-        ("return self.norm(x + self.W_2(", "return self.norm(self.W_2(",
-         "the residual is forgotten")],
+        ("return hidden_states + added", "return added", "the residual is forgotten"),
+        ("(place >= x.length - 1)", "(place >= x.length)",
+         "the first token of an answer is not learnt")],
     "survey/eagle.py": [
         ("(f + noise)[:, :-2], ids[:, 1:-1])", "(f + noise)[:, :-2], ids[:, :-2])",
          "the token is not one ahead of the feature"),

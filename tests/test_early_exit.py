@@ -1,40 +1,101 @@
-"""A trained exit: how it begins, and a loss that reaches the exit alone. The loop is LayerSkip's
-(test_layerskip.py), and the text is the model's own (test_lossless.py)."""
+"""Kangaroo's exit: its equations, where a draft ends, its rows in the cache, and its loss. The loop
+is LayerSkip's (test_layerskip.py), and the text is the model's own (test_lossless.py)."""
 import random
 
 import pytest
 import torch
 
-from families import deep
-from survey.early_exit import Exit, exit_loss, fit
+from families import deep, rand
+from support.layers import FeatureLM, split_layers
+from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
+from training.acceptance import Text
+
+PROMPT, E = [3, 1, 4, 1, 5], 2
 
 
-def test_a_new_exit_is_the_models_own():
-    model, x = deep("llama"), torch.randn(3, 32)
-    torch.testing.assert_close(Exit(model, 2, 8)(x), model.model.norm(x))
+def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
+    """Compute norm_2(x + Attention(norm_1(x))) of x [T, 32]. The attention has 4 heads of queries
+    and 2 of keys, of 8 numbers each, of which numbers j and j + 4 are turned together."""
+    T, part = len(x), network.attention
+    y = network.before.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    angle = torch.arange(T)[:, None] * 10000 ** (-torch.arange(4) / 4)
+
+    def turn(heads):
+        a, b = heads[..., :4], heads[..., 4:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    q, k, v = ((y @ to.weight.T).view(T, -1, 8).transpose(0, 1).repeat_interleave(times, 0)
+               for to, times in ((part.q_proj, 1), (part.k_proj, 2), (part.v_proj, 2)))
+    later = torch.ones(T, T).triu(1).bool()
+    weights = (turn(q) @ turn(k).mT / 8 ** 0.5).masked_fill(later, -torch.inf).softmax(-1)
+    return network.norm(x + (weights @ v).transpose(0, 1).reshape(T, 32) @ part.o_proj.weight.T)
+
+
+@pytest.mark.parametrize("threshold, drafts", [(0.0, {3}), (0.25, {1, 2, 3})])
+@torch.no_grad()
+def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(threshold, drafts):
+    """Whatever was rejected, the cache of the early layers and the adapter is as if it were new."""
+    model = deep("llama", vocab_size=8)
+    network = rand(Exit(model, E), scale=0.3)
+    target, text, log = FeatureLM(model), PROMPT, []
+    early, _ = target.once(split_layers, target, E, network)
+    chunks = early_exit(target, text, gamma=3, threshold=threshold, trained=network, log=log)
+    for _ in range(12):
+        guesses, sure = [], True
+        while sure and len(guesses) < 3:
+            states = model(input_ids=torch.tensor([text + guesses]), output_hidden_states=True)
+            probs = model.lm_head(run_by_hand(network, states.hidden_states[E][0])[-1]).softmax(-1)
+            guesses.append(probs.argmax().item())
+            sure = probs.max() >= threshold
+        chunk = next(chunks)
+        text = text + chunk
+        assert chunk[:-1] == guesses[:len(chunk) - 1]
+        assert log[-1] == {"drafted": len(guesses), "accepted": len(chunk) - 1,
+                           "layers": (len(guesses) + 1) * 2.5 + 2}
+        fresh, _ = split_layers(FeatureLM(model), E, network)
+        fresh.start(text[:-1], taps=[E])
+        assert early.length == fresh.length and early.cache.layers.keys() == {0, 1, 2}
+        for layer, found in early.cache.layers.items():
+            for rows, expected in zip(found, fresh.cache.layers[layer]):
+                rows, expected = rows[:, :, :early.length], expected[:, :, :early.length]
+                torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+    assert {record["drafted"] for record in log} == drafts
+    assert len({record["accepted"] for record in log}) > 1
+
+
+def test_a_new_exit_is_the_models_own_and_a_perfect_one_is_accepted_whole():
+    """The layers after it add nothing."""
+    model, x = deep("llama"), torch.randn(1, 3, 32)
+    network = Exit(model, E)
+    new = network.norm(network(x, position_ids=torch.arange(3)[None]))
+    torch.testing.assert_close(new, model.model.norm(x))
+    for layer in model.model.layers[E:]:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    chunks = early_exit(FeatureLM(model), PROMPT, gamma=3, threshold=0.0, trained=network)
+    assert [len(next(chunks)) for _ in range(5)] == [4] * 5
 
 
 def test_the_loss_is_the_cross_entropy_with_the_model_and_reaches_the_exit_alone():
-    model, early, last = deep("llama").requires_grad_(False), torch.randn(5, 32), torch.randn(5, 32)
-    network = Exit(model, 2, 8)
-    torch.nn.init.normal_(network.W_2.weight)
-    loss = exit_loss(lambda x: 2 * model.lm_head(x), network, early, last, 61)
-    p = (2 * model.lm_head(last)).softmax(-1)
-    log_q = (2 * model.lm_head(network(early))).log_softmax(-1)
-    assert loss.item() == pytest.approx(-(p * log_q).sum(-1).mean().item(), rel=1e-5)
+    model = deep("llama").requires_grad_(False)
+    network = rand(Exit(model, E)).requires_grad_(True)
+    batch = [Text(torch.zeros(T), torch.randn(T, 64), length) for T, length in ((8, 6), (6, 2))]
+    loss, each = exit_loss(lambda x: 2 * model.lm_head(x), network, batch, 61), []
+    for _, features, length in batch:
+        read, last = run_by_hand(network, features[:, :32]), features[:, 32:]
+        p, log_q = (2 * model.lm_head(last)).softmax(-1), (2 * model.lm_head(read)).log_softmax(-1)
+        each.append(-(p * log_q).sum(-1)[length - 1:-1])
+    assert loss.item() == pytest.approx(torch.cat(each).mean().item(), rel=1e-5)
     loss.backward()
     assert all(p.grad is not None for p in network.parameters())
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_figure_of_held_out_answers_counts_all_their_tokens():
-    """There are 600 of them, and a figure of the first 512 would be another one."""
     model, rng = deep("llama"), random.Random(0)
     data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(100)]) for _ in range(6)]
-    network = Exit(model, 1, 4)
+    network = Exit(model, 1)
     fit(model, network, data[:1], data, steps=1, batch=1, lr=1e-9)
     early, last = (torch.cat(collect_states(model, data, layers)).float() for layers in (1, 4))
     right = model.lm_head(model.model.norm(early)).argmax(-1) == model.lm_head(last).argmax(-1)
     assert network.right == pytest.approx(right.float().mean().item())
-    assert right.float().mean() != right[:512].float().mean()

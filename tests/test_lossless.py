@@ -216,8 +216,9 @@ METHODS = {
         hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES),
         memo=trusting(model, block_draft(model), "dflash")),
     "early_exit": lambda model: Line(
-        early_exit.early_exit, dict(gamma=4, trained=rand(early_exit.Exit(model, 1, 8))),
-        few=dict(gamma=2)),
+        early_exit.early_exit,
+        dict(gamma=4, threshold=0.2, trained=rand(early_exit.Exit(model, 1))),
+        few=dict(gamma=2, threshold=0.4)),
     "layerskip": lambda model: Line(
         layerskip.layerskip, dict(gamma=4, E=1, tuning=""), few=dict(gamma=2)),
     "pass": lambda model: Line(
@@ -246,7 +247,7 @@ METHODS = {
 REFUSED = {  # families that a method says it cannot run
     "bita": ["deepseek-v3", *RECURRENT], "bita, full tree": [*RECURRENT], "pass": [*RECURRENT],
     "triforce": ["gemma2", "stablelm", "gpt-oss", *RECURRENT],
-    "early_exit": ["gpt2", "opt"], "layerskip": ["gpt2"]}
+    "early_exit": ["gpt2", "opt", "granite4"], "layerskip": ["gpt2"]}
 
 
 def chunks_of(line: Line, target: TimedLM, prompt: list[int], run_as: type = TimedLM, **options):

@@ -31,7 +31,7 @@ TRAININGS = {  # a training: the decoding that reads OUT
         "survey.dflash --adapter OUT",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0":
         "survey.dflash --adapter OUT",
-    "survey.early_exit train --E 1 --width 8": "survey.early_exit --exit OUT",
+    "survey.early_exit train --E 1": "survey.early_exit --exit OUT",
     "survey.layerskip tune --E 1 --rank 2": "survey.layerskip --tuning OUT",
     "survey.masks train --L 2": "survey.masks --tokens OUT",
     "survey.masks tune --k 2 --rank 2": "survey.masks --method space --tuning OUT",
