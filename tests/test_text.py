@@ -9,10 +9,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cli.text import KEPT, TokenTexts, read_arguments, set_encodings, split_text, stream
+from cli.text import TokenTexts, read_arguments, set_encodings, split_text, stream
 from cli.trace import collect_tokens, say_tokens
 from mutants import read
-from support.files import shorten
 from test_structure import PROGRAMS
 
 
@@ -58,20 +57,6 @@ def test_encodings_of_the_output(monkeypatch, name, terminal, printed):
     set_encodings()
     print("é漢", end="", file=stream, flush=True)
     assert stream.buffer.getvalue() == printed
-
-
-def test_streams_that_were_closed_before(monkeypatch):
-    """Python has None in their place."""
-    for name in "stdin", "stdout", "stderr":
-        monkeypatch.setattr(sys, name, None)
-    set_encodings()
-    assert print("é漢", flush=True) is None is not sys.stderr and not sys.stdout.isatty()
-    assert read_arguments(["-"]) == [""]
-
-
-def test_the_end_of_a_long_message_stays():
-    """It often has the reason."""
-    assert shorten("begin " + "x y\n" * 900 + " end").endswith("x y end")
 
 
 # ----------------------------------------------------------------------- tokens as text
@@ -150,14 +135,6 @@ def test_text_is_not_held_back(kind):
     texts, vocabulary = TokenTexts(tokenizer), tokenizer.get_vocab()
     word = next(vocabulary[x] for x in ("▁it", "Ġit", "it") if x in vocabulary)
     assert {texts.add(word).strip() for _ in range(500)} == {"it"} and len(texts.ids) < 200
-
-
-def test_a_long_run_of_half_characters_is_not_forgotten():
-    """It waits for the next word or the end, so it stays when old tokens are dropped."""
-    tokenizer = tokenizer_of("byte-level")
-    ids = tokenizer.convert_tokens_to_ids([NAMES[0xe6]] * 3 * KEPT + ["Ġit"])
-    assert "".join(split_text(tokenizer, ids)) == tokenizer.decode(ids)
-    assert split_text(tokenizer, ids[:-1])[-1] == tokenizer.decode(ids[:-1])
 
 
 def test_a_character_of_byte_tokens_is_given_away_when_it_is_whole():

@@ -22,9 +22,8 @@ from support.layers import FeatureLM
 from survey.masks import guess_answers
 from training import loop as training
 from training.loop import (Settings, Training, answer_all, collect_answers, compute_in_parts,
-                           cosine, divergence, find_frequent, fit_part, low_precision,
-                           prepare_training, read_texts, sample_alike, sample_rows,
-                           use_settings, warm_cosine, warm_linear)
+                           cosine, divergence, find_frequent, fit_part, prepare_training,
+                           read_texts, sample_alike, use_settings, warm_cosine, warm_linear)
 from trainings import PROMPTS, TRAININGS, WORDLESS, list_changes, make_llama, run
 
 
@@ -81,15 +80,6 @@ def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, va
         adam.step()
         adam.zero_grad()
     assert toy.weights() == pytest.approx(plain.weights(), abs=1e-5)
-
-
-@pytest.mark.parametrize("dtype, capability, low", [
-    (torch.float32, "AVX2", False), (torch.float32, "AVX512", True), (torch.float16, "AVX2", True)])
-def test_products_are_in_bfloat16_where_that_is_fast(dtype, capability, low, monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    with low_precision(torch.device("cpu"), SimpleNamespace(dtype=dtype)):
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert product.dtype == (torch.bfloat16 if low else torch.float32)
 
 
 def test_rates():
@@ -187,7 +177,7 @@ def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
         assert len({*numbers}) == len(numbers) <= 3
         return [(torch.arange(lengths[n]) + 10 * n, torch.arange(lengths[n])) for n in numbers]
     for seed in range(900):
-        one, other = sample_rows(states_of, 3, lengths, 4, random.Random(seed))
+        one, other = training.sample_rows(states_of, 3, lengths, 4, random.Random(seed))
         assert len(one) == 4 and (one % 10 == other).all()
         counts.update(one.tolist())
     assert len(counts) == 20 and 100 < min(counts.values()) and max(counts.values()) < 270
