@@ -48,7 +48,8 @@ def main() -> None:
     with FakeCuda() as gpu:
         bench = Bench(args)
         prompts = [prompt for _, prompt in bench.pairs]
-        rows = [count(gpu, *row, prompts) for row in keep_fitting(ALL, bench.row).items()]
+        runs = keep_fitting(ALL, bench.row)
+        rows = keep_fitting(runs, lambda name: count(gpu, name, runs[name], prompts)).values()
     print("Counted on a simulated GPU; nothing was measured on one.\n")
     heads = ["launches a token", "waits a token", "copies a token", "ends a token"]
     print(table([["method", *heads], *rows]))
