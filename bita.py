@@ -43,7 +43,7 @@ Departures:
         after each (Fig. 5, --tree efficient). Here: without --tree the command line hands in the
         likeliest nodes with the first few masks after each, as many as are fastest on this machine
         (cli/trees.py). Why: the paper's tree has 64 rows. Where rows cost time it is slower than no
-        guessing at all. On two CPU cores it makes 0.67 times AR's speed, and the other tree 1.08.
+        guessing at all. On two CPU cores it makes 0.75 times AR's speed, and the other tree 1.07.
     Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in the
         released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
         the masks predict the tokens after it.
