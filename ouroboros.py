@@ -83,11 +83,11 @@ class PhrasePool:
 
 
 # ------------------------------------------------------- Section 3.1: drafting phrase by phrase
-# As in jacobi.py, whose header draws the window, except that `levels` may be empty.
+# The next two functions are copied from jacobi.py, whose header draws the window.
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
-    levels    the tokens of each level, level 0 first. An empty list adds nothing
+    levels    the tokens of each level, level 0 first
     ids       the tree's tokens, changed in place
     parents   the tree's parents, changed in place
     returns   the nodes of the last level. The argmaxes after these nodes are the window's new level
@@ -96,8 +96,6 @@ def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> l
     of level 0 are a chain below the root. Every token of a later level hangs below the token that
     stands in the same column one level up.
     """
-    if not levels:
-        return []
     nodes = [0]
     for token in levels[0][1:]:
         ids.append(token)
@@ -196,7 +194,7 @@ class Drafter:
             guesses = [phrase[1:] for phrase in self.pool.newest(root, self.G)]
         ids, parents, _ = trie(root, guesses)
         size = len(ids)  # how many nodes the root and the guesses are. The window comes after them
-        last_level = add_window(self.levels, ids, parents)
+        last_level = add_window(self.levels, ids, parents) if self.levels else []
         # The tree hangs below the unseen tokens before its root, so they are fed in the same call.
         logits = self.draft.forward(*hang(chain, ids, parents))[len(chain):]
         chosen = greedy(logits)

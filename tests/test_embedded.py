@@ -12,7 +12,7 @@ from helpers import ROOT
 ROWS = {  # calls of the target for the first 24 tokens of three answers
     "speculative --gamma 6": 15, "ouroboros": 14, "bita --tree efficient": 44,
     "medusa --nodes 8": 28, "medusa --heads hydra --nodes 16": 21, "eagle --nodes 16": 12,
-    "eagle3 --nodes 16": 11, "dflash --nodes 16": 11,
+    "eagle3 --nodes 16": 11, "mtp --nodes 16": 12, "dflash --nodes 16": 11,
     "sequoia --nodes 8 --depth 5": 15, "early_exit": 13, "draft_verify": 18, "layerskip": 19,
     "pass_sampling": 66, "space --k 3": 30, "rest --nodes 16": 17, "cascade": 15, "cllm": 16,
     "hybrid --guess none --nodes 16": 17, "hybrid --guess medusa --nodes 16": 18,
