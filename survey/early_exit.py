@@ -20,7 +20,7 @@ the context. It stands after the first E layers as one more layer, and their cac
 and values too. Only norm_1, the attention and norm_2 are trained.
 
 The two early exits of the paper's title are these. The first one is that a guess is made after E
-layers. The second one ends a draft after a guess of which the adapter is not sure.
+layers. The second one ends a draft when the adapter is unsure of a guess.
 
 Departures:
 - Beginning. Released code: all weights are random, and norm_2 begins with ones. Here: norm_2 begins

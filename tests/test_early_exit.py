@@ -16,7 +16,7 @@ PROMPT, E = [3, 1, 4, 1, 5], 2
 
 def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
     """Compute norm_2(x + Attention(norm_1(x))) of x [T, 32]. The attention has 4 heads of queries
-    and 2 of keys, of 8 numbers each, of which numbers j and j + 4 are turned together."""
+    and 2 of keys, of 8 numbers each. Numbers j and j + 4 of a head are turned together."""
     T, part = len(x), network.attention
     y = network.before.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     angle = torch.arange(T)[:, None] * 10000 ** (-torch.arange(4) / 4)
