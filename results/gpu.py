@@ -177,6 +177,7 @@ def python(args):
     lm = bench.row("autoregressive").models["target"]
     tokens = [token for chunk in until(autoregressive(lm, bench.pairs[0][1]), 40)
               for token in chunk]
+    lm.start(bench.pairs[0][1] + tokens[:-1])  # from here on the model serves this step
     logits = lm.forward(tokens[-1:])
     lm.truncate(lm.length)
     positions, mask = lm.layout([-1], [False])
