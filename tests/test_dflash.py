@@ -116,7 +116,7 @@ def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
     ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 60}}, "expected tensors {'fc.we"),
     ({"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 60}}, "layers below 3, got"),
     ({"dflash_config": {"target_layer_ids": [1, 2]}}, "it has no 'mask_token_id'"),
-    ({"use_swa": True}, "a draft without use_swa"),
+    ({"use_swa": True}, "a draft without use_swa"), ({"is_causal": False}, "without is_causal"),
     ({"fc.weight": torch.ones(32, 64, dtype=torch.int8)}, "finite floating-point numbers"),
     ({"fc.weight_scale": torch.ones(32)}, "with {'fc.weight_scale'"),
     ({"hidden_norm.weight": None}, "be a DFlash draft, got .*, an EAGLE head")])

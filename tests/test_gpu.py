@@ -11,7 +11,7 @@ from fake_cuda import FakeCuda
 from results import gpu
 
 
-@pytest.mark.parametrize("step", [gpu.decode, gpu.sizes, gpu.trainings, gpu.python, gpu.recurrent])
+@pytest.mark.parametrize("step", [gpu.decode, gpu.sizes, gpu.trainings, gpu.python])
 def test_steps_run_on_the_simulated_gpu(step, models, tmp_path, monkeypatch):
     def with_tiny_models(doc):
         parser = whole(doc)
