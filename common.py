@@ -246,7 +246,8 @@ class CachedLM:
     def start(self, ids: list[int], prefix: Iterable[tuple] = ()) -> None:
         """Drop the cached context, the prefix and the pending nodes, and cache a new context.
 
-        ids      its tokens: those of a prompt without the last one, which is the first root
+        ids      its tokens: those of a prompt without the last one, which is the first root. Or a
+                 tensor [n] of them, or of their input embeddings [n, d]
         prefix   for each layer keys and values [heads, P, d] of P rows. Only nodes with
                  `sees_prefix` attend to these rows. They have no position and are not part of
                  `length`

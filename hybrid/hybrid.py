@@ -33,8 +33,8 @@ The tree grows best first. It ends where a node's chance is below the price of a
 
 One more row takes time in which ordinary rounds would have made `price` tokens. So a node is worth
 its row if its chance is higher. In each round the number of rows to verify is chosen by chances and
-measured costs. This is the small readable form of a rule that others found for batches of
-texts and for other guesses:
+measured costs. This is the small readable form of a rule that others found for batches of texts and
+for other guesses:
 
     adaptive verification in vLLM   ranks guesses by their chance to survive, a product of
                                     confidences along a draft, and verifies as many as give the

@@ -37,8 +37,8 @@ Departures:
 - Fall of γ. Paper: after every round in which γ does not rise. Here: not if the draft had K
   guesses, as in the released code. Why: γ did not end that draft, so a lower γ would not make the
   next one longer.
-- First share of accepted guesses. Released code: 0. Here: 0.9. Why: with 0 the first
-  rounds of a text would raise γ whatever they accept.
+- First share of accepted guesses. Released code: 0. Here: 0.9. Why: with 0 the first rounds of
+  a text would raise γ whatever they accept.
 - Choice of the blocks. Paper: Bayesian optimization, by the measured speed of each candidate. Here:
   `search` ranks the blocks and then flips them, by a predicted speed. Why: drafts that differ in
   one block differ in time by less than the noise of a measurement.

@@ -101,11 +101,7 @@ def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt:
     """
     E = depth_of(target.model) - depth_of(late.model)
     prompt = begin(prompt, early, taps=[E])  # so its features are the hidden states after layer E
-    late.start([])
-    # The late layers cache the context from its hidden states. A long prompt comes in parts.
-    for i in range(0, early.length, late.PART):
-        late.forward(early.features[i:i + late.PART], keep=0)
-        late.commit(range(len(late.parents)))
+    late.start(early.features)  # the late layers cache the context from its hidden states
     root = prompt[-1]
     while True:
         # Self-drafting (4.3.1): the early layers run once a token, and their exit guesses the next.
@@ -160,8 +156,8 @@ def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 
     model, tuned_E = target.once(load_tuned, tuning, target.model)
     target.memo["writer"] = model
     E = E or tuned_E
-    writer = target.once(type(target), model, target.vocab)
-    early, late = target.once(split_layers, writer, E)
+    whole = target.once(type(target), model, target.vocab)
+    early, late = target.once(split_layers, whole, E)
     yield from self_speculate(target, early, late, prompt, gamma, 0.0, sample, log)
 
 

@@ -197,7 +197,7 @@ def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
 
 @torch.inference_mode()
 def retrieve_chunks(lm: CachedLM, token: int, budget: int,
-             chunk: int) -> tuple[dict[int, torch.Tensor], int]:
+                    chunk: int) -> tuple[dict[int, torch.Tensor], int]:
     """Choose the rows of the context that a token looks at most. Section 4.1.
 
     Rows are chosen by chunks, for each layer and each key head. A chunk scores the product of its

@@ -56,7 +56,7 @@ class NaiveLM(FeatureLM):
         self.truncate(0)
         self.taps = taps
         self.before, self.features = [*prefix], self.weight[:0]
-        if ids:
+        if len(ids):
             self.forward(ids, keep=0)
             self.commit(range(len(ids)))
 
