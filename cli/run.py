@@ -164,10 +164,8 @@ class Run:
         """Say in one line how fast the run was, and which model took how much of the time."""
         calls = self.models["target"].calls
         captures = [getattr(lm, "capture_seconds", 0.0) for lm in self.models.values()]
-        shares = []
-        for name, lm in self.models.items():
-            share = (lm.seconds + lm.prompt_seconds) / self.seconds
-            shares.append(f"{name} {share:.0%}")
+        shares = [f"{name} {(lm.seconds + lm.prompt_seconds) / self.seconds:.0%}"
+                  for name, lm in self.models.items()]
         setup = f"; set-up {self.setup:.1f} s" if self.setup else ""
         if any(captures):
             setup += f"; captures of graphs, {sum(captures):.1f} s, are counted"

@@ -120,8 +120,7 @@ def grow_hybrid(ngrams: NGrams, trained: Trained | None, pool: list[float], most
             if chance * share >= least:
                 pushed += 1
                 heapq.heappush(heap, (-chance * share, pushed, len(paths) - 1, path + token))
-    root = ngrams.text[-1]
-    return as_tokens(root + "".join(path[-1] for path in paths[1:])), parents, chances
+    return as_tokens(ngrams.text[-1] + "".join(path[-1] for path in paths[1:])), parents, chances
 
 
 def price_row(clock: Clock, recent: deque) -> float:

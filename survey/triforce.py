@@ -125,8 +125,7 @@ class PartialLM(CachedLM):
         """
         self.cache.start = self.prefix + position - self.skipped
         for layer, buffers in lm.cache.layers.items():
-            rows = [x[:, :, position:lm.length] for x in buffers]
-            self.cache.update(*rows, layer)
+            self.cache.update(*(x[:, :, position:lm.length] for x in buffers), layer)
         self.length = lm.length - self.skipped
         self.parents = []
 
@@ -295,8 +294,7 @@ def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int
         guesses = guesses[:gamma]
         draft_probs = torch.cat(guess_probs)[:gamma]  # [γ2, V]
         # Lines 20 to 29: M_p with C_p verifies the γ2 tokens, and adds one more token
-        logits = levels[0].score(text + guesses, gamma + 1)
-        target_probs = sample.probs(logits)  # [γ2 + 1, V]
+        target_probs = sample.probs(levels[0].score(text + guesses, gamma + 1))  # [γ2 + 1, V]
         accepted, root = verify(target_probs, draft_probs, guesses, sample)
         tokens = guesses[:accepted] + [root]
         text = text + tokens

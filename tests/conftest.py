@@ -60,6 +60,14 @@ def family(request):
     return request.param
 
 
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """Let Python's clock stand still but where a test moves it: now[0] is its time."""
+    time = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: time[0])
+    return time
+
+
 @pytest.fixture(scope="session")
 def embedded():
     """Load (target, draft, tokenizer) of models/, in float32 on the CPU."""

@@ -24,6 +24,8 @@ Variants:
 
 A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
 families.py instead. There `near(model, noise)` is a draft that is often right."""
+import random
+
 import torch
 import torch.nn.functional as F
 
@@ -107,6 +109,14 @@ def drifting(seed: int, vocab: int = 5):
     length: greedy text does not repeat itself."""
     tables = [markov(100 * seed + i, vocab, scale=1.0) for i in range(31)]
     return lambda tokens: tables[len(tokens) % 31](tokens)
+
+
+class Oranges(random.Random):
+    """Choose the first window of lookahead decoding, W = 5 and N = 4: the oranges 101 to 106."""
+
+    def choices(self, prompt, k):
+        assert k == 6  # W + N - 3
+        return [101, 102, 103, 104, 105, 106]
 
 
 class Zeros(Sampler):

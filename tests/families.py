@@ -62,8 +62,7 @@ FAMILIES = {
     "gemma3": Gemma3TextConfig(**SHAPE, **WINDOWS, tie_word_embeddings=False),
 }
 MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
-    "gemma2": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False,
-                           query_pre_attn_scalar=8),
+    "gemma2": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False, query_pre_attn_scalar=8),
     "phi3": Phi3Config(**SHAPE, sliding_window=9),
     "stablelm": StableLmConfig(**SHAPE),
     "gpt-oss": GptOssConfig(**SHAPE, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
@@ -134,9 +133,7 @@ def tiny(family: str, seed: int = 0, run_as=CachedLM, **changes):
 def deep(name: str, layers: int = 4, **changes):
     """Make a tiny model of more layers, with windows of the kinds that the family has, turn by
     turn."""
-    config = (FAMILIES | MORE_FAMILIES)[name]
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
+    if kinds := getattr((FAMILIES | MORE_FAMILIES)[name], "layer_types", None):
         changes["layer_types"] = [*itertools.islice(itertools.cycle(kinds), layers)]
     return tiny(name, num_hidden_layers=layers, **changes)
 

@@ -42,6 +42,13 @@ def mask_logits(model, *given) -> torch.Tensor:
     return score_with(model)(mask_states(model, *given))
 
 
+def note_calls(monkeypatch, place, name: str) -> list[tuple]:
+    """Let a function note the arguments of each call, and return the list of them."""
+    given, act = [], getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *args, **how: given.append(args) or act(*args, **how))
+    return given
+
+
 def main(*args, **special) -> int:
     """Run `cli.main.main`, even if argparse ends the process, and return the exit status."""
     try:
@@ -83,9 +90,7 @@ def fork(act, *args) -> tuple:
 
     returns  the process, and files for its standard input, its output and its errors
     """
-    pipes = [os.pipe() for _ in range(3)]
-    theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
-    ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
+    theirs, ours = zip(os.pipe(), os.pipe()[::-1], os.pipe()[::-1])
     process = get_context("fork").Process(target=be_process, args=(theirs, ours, act, args))
     process.start()
     for number in theirs:

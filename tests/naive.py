@@ -30,8 +30,7 @@ class Context:
             self.model(inputs_embeds=torch.stack(self.fed)[None], past_key_values=past)
         for i, layer in enumerate(past.layers):
             if layer.keys is not None:  # a view of the late layers has no early ones
-                rows = layer.keys, layer.values
-                copies.update(*(x.expand(n, -1, -1, -1) for x in rows), i)
+                copies.update(*(x.expand(n, -1, -1, -1) for x in (layer.keys, layer.values)), i)
         return copies
 
 

@@ -30,8 +30,7 @@ def translation_of(*tokenizers) -> Translation:
 def test_what_tokens_stand_for():
     """Spaces and bytes are read in two alphabets, and a special token stands for itself. Ids that
     the model has no logits for are left out."""
-    of_bytes = letters("aĠÃ©")
-    of_bytes.add_special_tokens({"eos_token": "<end>"})
+    of_bytes = letters("aĠÃ©", eos_token="<end>")
     assert read_bytes(of_bytes, 9) == {0: b"a", 1: b" ", 2: b"\xc3", 3: b"\xa9", 4: "<end>"}
     of_text = sentencepiece(["a", "▁the", "<0xC3>", "é"])
     assert read_bytes(of_text, 9) == {0: b"a", 1: b" the", 2: b"\xc3", 3: "é".encode(),
@@ -41,12 +40,9 @@ def test_what_tokens_stand_for():
 
 def test_tokens_of_both_and_pieces_of_others():
     """"é" of one tokenizer is two bytes of the other, and the ends of an answer are one another."""
-    of_bytes = letters("aĠÃ©b")
-    of_bytes.add_special_tokens({"eos_token": "<end>"})
-    of_text = sentencepiece(["b", "▁", "a", "é", "ab▁", "x"])
-    translation = translation_of(of_text, of_bytes)
-    pairs = dict(zip(*(ids.tolist() for ids in translation.both)))
-    assert pairs == {0: 4, 1: 1, 2: 0, 6: 5}
+    of_bytes = letters("aĠÃ©b", eos_token="<end>")
+    translation = translation_of(sentencepiece(["b", "▁", "a", "é", "ab▁", "x"]), of_bytes)
+    assert dict(zip(*(ids.tolist() for ids in translation.both))) == {0: 4, 1: 1, 2: 0, 6: 5}
     assert translation.pieces == {0: [4], 1: [1], 2: [0], 3: [2, 3], 4: [0, 4, 1], 5: [0], 6: [5]}
     assert translation.encode([2, 3, 1]) == [0, 2, 3, 1]
 
@@ -72,8 +68,7 @@ def test_a_byte_that_is_also_a_letter_is_one_guess():
 
 def with_bos(text: str) -> PreTrainedTokenizerFast:
     """Make a tokenizer of letters that puts <s>, its last token, before a text."""
-    tokenizer = letters(text)
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer = letters(text, bos_token="<s>")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", len(text))])
     return tokenizer
@@ -95,11 +90,9 @@ def test_half_a_character_at_the_end_of_a_text_is_fed():
 
 
 def test_an_end_that_the_draft_has_no_logits_for_is_not_shared():
-    of_target, of_draft = letters("ab"), letters("ba")
-    for tokenizer in (of_target, of_draft):
-        tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizers = [letters(text, eos_token="<end>") for text in ("ab", "ba")]
     lms = [CachedLM(tiny("llama"), size) for size in (3, 2)]
-    assert Translation(*lms, [of_target, of_draft]).both[0].tolist() == [0, 1]
+    assert Translation(*lms, tokenizers).both[0].tolist() == [0, 1]
 
 
 def test_ids_without_tokens_are_text_of_no_bytes():
@@ -113,10 +106,9 @@ def test_ids_without_tokens_are_text_of_no_bytes():
 
 
 def test_a_prompt_beyond_the_context_of_the_draft_is_refused():
-    tokenizers = [letters("ab"), letters("ba")]
     lms = [CachedLM(tiny("llama", max_position_embeddings=n)) for n in (CONTEXT, 8)]
     with pytest.raises(InputError, match="--draft must have room for the prompt, 9 of its tokens"):
-        next(another_tokenizer(*lms, [0, 1] * 5, tokenizers=tokenizers))
+        next(another_tokenizer(*lms, [0, 1] * 5, tokenizers=[letters("ab"), letters("ba")]))
 
 
 def test_few_tokens_in_common_are_refused():
@@ -134,10 +126,8 @@ def test_a_tokenizer_of_neither_kind_is_refused():
 def test_a_draft_is_fed_its_own_tokens():
     """The logits are those of the draft after its own ids, in the places of the target's; -inf for
     what the draft lacks. After a commit the next call goes on behind what was kept."""
-    model = tiny("llama")
-    tokenizers = [letters("abcd"), letters("dbXYa")]  # the draft has a, b and d, and no c
-    translation = translation_of(*tokenizers)
-    draft = TranslatedLM(CachedLM(model, 5), translation, 4)
+    model = tiny("llama")  # the draft has a, b and d, and no c
+    draft = TranslatedLM(CachedLM(model, 5), translation_of(letters("abcd"), letters("dbXYa")), 4)
     draft.start([0, 1])
     draft.forward([3, 1])
     draft.commit(range(1))

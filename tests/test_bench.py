@@ -15,7 +15,6 @@ from families import near, tiny
 from helpers import script
 from ouroboros import ouroboros
 
-TINY = ["--device", "cpu", "-n", "1", "--rounds", "1"]
 
 
 def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
@@ -149,7 +148,7 @@ def test_without_a_draft_there_are_the_methods_that_need_none(models, capfd):
 
 @pytest.fixture(scope="module")
 def bench():
-    return made(*TINY, "--max-new-tokens", "8", "--nodes", "5")
+    return made(*"--device cpu -n 1 --rounds 1 --max-new-tokens 8 --nodes 5".split())
 
 
 def test_rows_say_what_the_bench_does_not(bench):

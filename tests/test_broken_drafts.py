@@ -14,7 +14,6 @@ from common import Sampler
 from helpers import tokens_of
 from test_lossless import METHODS, PROMPT, autoregressive_text, chunks_of, model_of
 
-SAMPLERS = Sampler(0), Sampler(1e-4)  # of the second only the likeliest token has any mass
 LINES = {name: line(model_of("llama")) for name, line in METHODS.items()}
 SPOIL = [  # what becomes of the logits [n, V] of a call
     lambda logits: logits.fill_(torch.nan),
@@ -25,7 +24,7 @@ SPOIL = [  # what becomes of the logits [n, V] of a call
 
 def check(name: str, run_as: type = TimedLM) -> None:
     model = model_of("llama")
-    for sample in SAMPLERS:
+    for sample in Sampler(0), Sampler(1e-4):  # of the second only the likeliest token has any mass
         chunks = chunks_of(LINES[name], run_as(model), PROMPT, run_as, sample=sample)
         assert tokens_of(chunks, 8) == autoregressive_text(model, tuple(PROMPT), 8)
 
@@ -51,9 +50,8 @@ def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):
     drafts, target = copy.deepcopy(LINES[name].drafts), TimedLM(model_of("llama"), 99)
     for draft in drafts:
         draft.resize_token_embeddings(99)
-    line = LINES[name]._replace(drafts=drafts)
-    chunks = chunks_of(line, target, PROMPT, lambda x, _: TimedLM(x, 99),
-                       sample=Sampler(temperature))
+    chunks = chunks_of(LINES[name]._replace(drafts=drafts), target, PROMPT,
+                       lambda x, _: TimedLM(x, 99), sample=Sampler(temperature))
     found = tokens_of(chunks, 8)
     assert max(found) < target.vocab and target.vocab == 61
     assert temperature or found == autoregressive_text(target.model, tuple(PROMPT), 8)

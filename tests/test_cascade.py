@@ -6,11 +6,10 @@ import torch
 from common import Sampler
 from fake_models import ScriptedLM, markov
 from helpers import tokens_of
-from laws import law, outcomes
+from laws import WARM, Choosing, law, outcomes
 from survey import cascade as module
 from survey.cascade import Level, MaxGram, cascade, count_bigrams, review
 from survey.rest import as_text
-from test_lossless import WARM, Choosing
 
 
 # ---------------------------------------------------------------------------------- levels, reviews

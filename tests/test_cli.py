@@ -13,7 +13,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run, TimedLM
 from common import CachedLM, InputError, autoregressive, greedy
-from helpers import ROOT, forget_project, fork, loaded, main, script, tokens_of
+from helpers import ROOT, forget_project, fork, loaded, main, note_calls, script, tokens_of
 from speculative import speculative
 from support.files import FIGURES, check_result
 from support.layers import move_counts
@@ -45,14 +44,6 @@ ONE, TWO = ["--prompt", SHORT], ["--prompt", SHORT, "--prompt", PROMPT]
 @pytest.fixture(autouse=True)
 def load_once(monkeypatch):
     monkeypatch.setattr("cli.loading.load", loaded)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that stands still but where a test moves it: clock[0] is its time."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    return now
 
 
 @pytest.fixture
@@ -92,12 +83,12 @@ def wrong_from(n: int):
 # ----------------------------------------------------------------------- what goes where
 
 @pytest.fixture
-def costs(clock):
+def costs(now):
     """A pass of the target takes 4 s on the clock, one of the draft 1 s, all else no time."""
     hooks = []
     for path, seconds in (TARGET, 4), (DRAFT, 1):
         def tick(*_, seconds=seconds):
-            clock[0] += seconds
+            now[0] += seconds
         hooks.append(loaded(path, None, None)[0].register_forward_hook(tick))
     yield
     for hook in hooks:
@@ -124,11 +115,11 @@ def test_figures_add_up(ask, costs):
     assert f"speed-up {124 / t:.2f}x; output equals autoregressive output\n" in err
 
 
-def test_only_the_method_is_timed_and_no_further_than_needed(clock):
+def test_only_the_method_is_timed_and_no_further_than_needed(now):
     """Its set-up is told apart."""
     def slow(target, draft, prompt, *, sample=None, log=None):
         for i in range(9):
-            clock[0] += 2
+            now[0] += 2
             target.setup_seconds += 0.25
             draft.setup_seconds += 0.5
             yield [i, i]
@@ -136,7 +127,7 @@ def test_only_the_method_is_timed_and_no_further_than_needed(clock):
     run = Run(slow, models, {}, {3})
     for prompt, limit in ([5] * 10, 5), ([5] * 46, 4), ([5] * 5, 100):
         for _ in run.decode(prompt, limit, greedy):
-            clock[0] += 1000
+            now[0] += 1000
     assert run.outputs == [[0, 0, 1, 1, 2], [0, 0, 1, 1], [0, 0, 1, 1, 2, 2, 3]]  # the last: EOS
     assert run.tokens == 16 and run.seconds == 9 * 1.25 and run.setup == 9 * 0.75
 
@@ -146,9 +137,7 @@ def test_only_the_method_is_timed_and_no_further_than_needed(clock):
     ("survey.eagle", "load_draft", "--nodes 3"), ("survey.rest", "load_datastore", "--nodes 3"),
     ("survey.sequoia", "load_rates", "--nodes 3 --depth 2")])
 def test_a_trained_file_is_read_once_for_all_prompts(ask, monkeypatch, file, reads, argv):
-    module, read = importlib.import_module(file), []
-    load_file = getattr(module, reads)
-    monkeypatch.setattr(module, reads, lambda *x: read.append(x) or load_file(*x))
+    read = note_calls(monkeypatch, importlib.import_module(file), reads)
     status, _, err = ask(*TWO, "--max-new-tokens", "2", *argv.split(), file=file)
     assert status == 0 and len(read) == 1 and re.search(r" \d+%; set-up \d+\.\d s$", err, re.M)
 
@@ -347,7 +336,6 @@ def odd(tmp_path_factory):
     return top
 
 
-FREE = {"seed", "temperature", "confidence"}  # numbers without a range of this kind
 
 
 def outside(words: str, kind: type) -> list[float]:
@@ -366,7 +354,8 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
     for function in [*methods, *commands, Settings]:
         ranges = read_ranges(Settings) | read_ranges(function)
         for name, (kind, _) in read_options(function).items():
-            if kind not in (int, float) or name in FREE:
+            # The three have no range of this kind.
+            if kind not in (int, float) or name in ("seed", "temperature", "confidence"):
                 continue
             ends = [float(x) for x in re.findall(r"[\d.]+", ranges[name])]
             assert all(fits(x, ranges[name]) for x in ends) != ranges[name].startswith("above")
@@ -485,7 +474,7 @@ def test_several_drafts(ask):
     assert re.findall(r"^--K (\d)", out, re.M) == ["2", "3", "4"]
 
 
-def test_tune_finds_the_fastest(ask, clock):
+def test_tune_finds_the_fastest(ask, now):
     """One option after the other, the best of three runs each: a slow run is chance. Options given
     stay, and one that is searched begins with what was given."""
     seen, seconds = [], {2: (9, 1, 9), 3: (2, 2, 2), 5: (9, 9, 9)}
@@ -494,7 +483,7 @@ def test_tune_finds_the_fastest(ask, clock):
                 log=None):
         """gamma, K, width: numbers"""
         seen.append((gamma, K, width))
-        clock[0] += seconds[gamma][len(seen) % 3] * {1: 1, 2: 0.5, 4: 2}[K]
+        now[0] += seconds[gamma][len(seen) % 3] * {1: 1, 2: 0.5, 4: 2}[K]
         yield from saying([[7, 7]] * 9)(target, prompt)
     how = dict(method=tunable, ranges={"gamma": (3, 2, 5), "beta": (1, 2), "K": (1, 2, 4)})
     argv = [*ONE, "--max-new-tokens", "4", "--tune", "--K", "4", "--width", "7"]

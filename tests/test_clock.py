@@ -53,15 +53,7 @@ def test_a_line_goes_through_what_was_noted():
     assert costs.line() == pytest.approx((30, 0.0), rel=0.1, abs=0.2)
 
 
-@pytest.fixture
-def seconds(monkeypatch) -> list:
-    """Let Python's clock stand still unless a test moves it."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    return now
-
-
-def test_what_makes_the_most_tokens_a_second_is_chosen(seconds):
+def test_what_makes_the_most_tokens_a_second_is_chosen(now):
     """Passes of the draft are the first notes of a step, and those of the model are the calls. All
     else in a round counts as its steps."""
     lm, draft = (SimpleNamespace(weight=torch.zeros(1), passes=[(8, 8, 4.0)] * 50) for _ in "ab")
@@ -69,7 +61,7 @@ def test_what_makes_the_most_tokens_a_second_is_chosen(seconds):
     assert clock.steps.line() == pytest.approx((4 / 1.24, 0.03 * 4 / 1.24))
     for _ in range(200):
         clock.begin()
-        seconds[0] += 7
+        now[0] += 7
         lm.passes += [(8, 8, 4.0)]
         clock.note(3, 6)  # 3 s beside the call, in steps of 1 s
     assert clock.steps.line() == pytest.approx((1 / 1.06, 0.03 / 1.06), rel=0.01)
@@ -93,8 +85,7 @@ def test_a_choice_is_made_again_when_passes_have_doubled():
     assert asked == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 
 
-TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}),
-         ("survey.mtp", "mtp", {}),
+TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}), ("survey.mtp", "mtp", {}),
          ("survey.medusa", "medusa", {}), ("survey.medusa", "medusa", {"heads": "hydra"}),
          ("survey.dflash", "dflash", {}), ("survey.rest", "rest", {}),
          ("survey.recycling", "recycling", {}), ("survey.sequoia", "sequoia", {}),
@@ -119,13 +110,13 @@ def test_no_call_is_made_to_be_timed(file, name, options, embedded):
     assert len(lms[0].passes) == 1 + 6
 
 
-def test_what_is_made_once_is_set_up(seconds):
+def test_what_is_made_once_is_set_up(now):
     """The time of a nested `once` counts once."""
     lm = TimedLM(tiny("llama"))
 
     def make():
-        seconds[0] += 3
-        return seconds[0]
+        now[0] += 3
+        return now[0]
     assert [lm.once(make), lm.once(make)] == [3, 3]
     assert lm.once(lambda: lm.once(lambda: make())) == 6
     assert (lm.setup_seconds, lm.seconds) == (6, 0)

@@ -36,10 +36,8 @@ def alone(model, *texts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """
     longest, read = max(map(len, texts)), []
     ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=model.device)
-    head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, x: read.append(x[0]))
-    logits = model(input_ids=ids, use_cache=False).logits
-    hook.remove()
+    with model.get_output_embeddings().register_forward_pre_hook(lambda _, x: read.append(x[0])):
+        logits = model(input_ids=ids, use_cache=False).logits
     ends = torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])
     return logits[ends], read[0][ends]
 
@@ -147,23 +145,21 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_call_that_fails_changes_nothing(wrong, run_as):
     """After the error the next calls give what they would have given, to the last bit."""
-    model, hooks = tiny("llama"), []
+    model = tiny("llama")
     lm, fresh = run_as(model), run_as(model)
     for each in (lm, fresh):
         each.start([1, 2, 3], prefix=ROWS)
         each.forward([4, 5, 6], [-1, -1, 0])
     known = lm.calls, [*lm.passes], lm.length, lm.parents
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-    if "Ctrl-C" in wrong:  # when the first layer has written its rows
-        hooks.append(model.model.layers[1].register_forward_pre_hook(interrupt))
+    def interrupt(*_):  # when the first layer has written its rows
+        if "Ctrl-C" in wrong:
+            raise KeyboardInterrupt
     outside = "Ctrl-C" in wrong or "token" in wrong  # raised by Python or torch
-    with pytest.raises((KeyboardInterrupt, IndexError) if outside else ValueError,
-                       match=None if outside else "^expected .*, got"):
+    with model.model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(
+            (KeyboardInterrupt, IndexError) if outside else ValueError,
+            match=None if outside else "^expected .*, got"):
         WRONG[wrong](lm)
-    for hook in hooks:
-        hook.remove()
     assert (lm.calls, lm.passes, lm.length, lm.parents) == known
     ours, theirs = (each.forward([6, 4], [1, -1]) for each in (lm, fresh))
     assert torch.equal(ours, theirs)
@@ -313,9 +309,8 @@ def test_rotary_embeddings_that_change_with_the_length(kind):
     length = 64 if kind == "longrope" else CONTEXT
     assert context_length(model) == length
     text = [i * i % VOCAB for i in range(length)]
-    found = prefill(CachedLM(model), text)
     expected, _ = alone(tiny("llama", rope_parameters=rope), text)
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(prefill(CachedLM(model), text), expected, **CLOSE)
 
 
 def with_a_nan():

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common import InputError, KVCache
 from fake_models import path_to
 from families import rand, tiny
-from helpers import tokens_of
+from helpers import note_calls, tokens_of
 from support.layers import FeatureLM, depth_of
 from support.parts import score_with
 from survey import dflash as module
@@ -98,11 +98,10 @@ def guess_by_formula(w: dict, text: list[int]) -> torch.Tensor:
 
 def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
     """The guesses are compared after each round of a text."""
-    w, seen, real = draw_tensors(), [], grow_block
-    monkeypatch.setattr(module, "grow_block", lambda *given: seen.append(given[1:]) or real(*given))
+    w, seen = draw_tensors(), note_calls(monkeypatch, module, "grow_block")
     adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
     for chunk in itertools.islice(dflash(FeatureLM(MODEL), text, adapter=adapter), 6):
-        z, root, nodes = seen.pop()
+        _, z, root, nodes = seen.pop()
         torch.testing.assert_close(z, guess_by_formula(w, text), atol=1e-4, rtol=1e-4)
         assert (root, nodes) == (text[-1], 4)
         text = text + chunk
@@ -197,8 +196,7 @@ def test_a_tree_has_the_likeliest_of_all_paths():
     known = {(): 1.0}
     for k in range(4):
         for path in [path for path in known if len(path) == k and known[path] > 1e-4]:
-            before = torch.tensor([7, *path][-1])
-            logits = draft.add_markov(z[k], before)
+            logits = draft.add_markov(z[k], torch.tensor([7, *path][-1]))
             for row, p in enumerate(logits.softmax(-1).tolist()):
                 known[(*path, row)] = known[path] * p
     paths = [tuple(ids[x] for x in path_to(node, parents)[1:]) for node in range(40)]
@@ -217,8 +215,7 @@ def test_tokens_by_hand(monkeypatch):
         asked.append((root, n))
         return [root, root + 1, root + 9, root + 2, root + 7], [-1, 0, 0, 1, 3]
     monkeypatch.setattr(module, "grow_block", chain)
-    texts = texts_of(draft, pairs=[(ids[:4], ids[4:])])
-    tokens = count_tree_tokens(draft, texts)
+    tokens = count_tree_tokens(draft, texts_of(draft, pairs=[(ids[:4], ids[4:])]))
     assert asked == [(place, 64) for place in range(8, 25, EVERY)]
     # nodes 1 and 3 are right; at the place before the text's last token only node 1 is
     assert asked[-1][0] == 24 and len(tokens) == 64

@@ -7,16 +7,16 @@ import torch
 
 from common import CachedLM, InputError
 from families import tiny
+from helpers import note_calls
 from support.parts import save_facts
 from survey import draft_verify as module
 from survey.draft_verify import (draft_verify, load_blocks, measure_agreement, measure_costs,
                                  move_threshold, predict_speed, search, without)
-from trainings import WORDLESS
+from trainings import DATA, WORDLESS
 
 PROMPT = [3, 14, 15]
 NOTHING = {"attention": [], "mlp": []}
 SOME = {"attention": [1], "mlp": [0]}
-DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 
 
 def three_layers(seed: int = 0):
@@ -47,8 +47,7 @@ def test_a_model_without_blocks_is_one_whose_blocks_add_nothing():
     """It shares the model's weights, and leaves the model as it is."""
     model, ids, skipped = three_layers(), torch.tensor([PROMPT]), {"attention": [0], "mlp": [0, 2]}
     before, draft = model(input_ids=ids).logits, without(model, skipped)
-    expected = zeroed(skipped)(input_ids=ids).logits
-    torch.testing.assert_close(draft(input_ids=ids).logits, expected)
+    torch.testing.assert_close(draft(input_ids=ids).logits, zeroed(skipped)(input_ids=ids).logits)
     torch.testing.assert_close(model(input_ids=ids).logits, before)
     assert {id(p) for p in draft.parameters()} <= {id(p) for p in model.parameters()}
 
@@ -89,13 +88,9 @@ def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresho
     """These are Eqs. 5 and 7 after rounds that accept all, no, all, all and all guesses. The
     guesses are two, or one with a threshold above 1. A block that is left out counts as half a
     layer."""
-    script, given, log = iter([guesses, 0, guesses, guesses, guesses]), [], []
+    script, log = iter([guesses, 0, guesses, guesses, guesses]), []
     shares = [0.95, 0.475, 0.7375, 0.86875, 0.934375]
-
-    def spy(threshold, share, full):
-        given.append((threshold, share, full))
-        return move_threshold(threshold, share, full)
-    monkeypatch.setattr(module, "move_threshold", spy)
+    given = note_calls(monkeypatch, module, "move_threshold")
     monkeypatch.setattr(module, "verify", lambda *_: (next(script), 7))
     chunks = draft_verify(CachedLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
                           skipped=SOME, log=log)

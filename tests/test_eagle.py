@@ -8,13 +8,14 @@ import torch
 
 from fake_models import path_to
 from families import FAMILIES, SCALED, rand, tiny
+from helpers import note_calls
 from support.clock import best_tree
 from support.layers import FeatureLM
 from support.parts import score_with
 from survey import eagle as module
 from survey.eagle import EagleLayer, compute_features, eagle, eagle_loss
 from training.acceptance import LEVELS, measure_acceptance
-from trainings import run
+from trainings import DATA, run
 
 ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
 
@@ -50,12 +51,10 @@ def grow_by_hand(model, draft, text, n) -> set[tuple]:
                          ids=["measured", "nobody has measured it"])
 def test_a_tree_has_the_likeliest_paths(accept, nodes, n, monkeypatch):
     """The target is fed the tree after a prompt that is read in two parts."""
-    model, trees, text = tiny("llama", vocab_size=5), [], [i * i % 5 for i in range(131)]
+    model, text = tiny("llama", vocab_size=5), [i * i % 5 for i in range(131)]
     draft, target = rand(EagleLayer(model), accept, 0.2), FeatureLM(model)
     draft.keep([4, 0, 3, 1, 2])
-    forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda *tree, **how: trees.append(tree) or
-                        forward(*tree, **how))
+    trees = note_calls(monkeypatch, target, "forward")
     next(eagle(target, text, nodes=nodes, trained=draft))
     ids, parents = trees[-1]
     found = {tuple(ids[x] for x in path_to(i, parents)) for i in range(len(ids))}
@@ -65,8 +64,7 @@ def test_a_tree_has_the_likeliest_paths(accept, nodes, n, monkeypatch):
 def test_plans_are_trees_of_each_size_and_depth():
     """The draft's first pass has a row for each token of a chunk, and the others have one for each
     node expanded. A tree expands at most a sixth of its nodes on a level."""
-    draft = SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20))
-    plans = [*module.plan_eagle(draft)]
+    plans = [*module.plan_eagle(SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20)))]
     depths = [node.depth for node in best_tree(ACCEPT, 64)]
     assert len(plans) == sum(depth <= most for depth in depths for most in range(5))
     assert plans[0] == ((1, []), 1.0, 1, 0, 0)
@@ -84,8 +82,7 @@ def test_the_loss_by_hand(family, sampled, monkeypatch):
     monkeypatch.setitem(FAMILIES, "gemma2-capped", SCALED["gemma2-capped"])
     monkeypatch.setattr(module, "SAMPLED", sampled)
     model = tiny(family)
-    data = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
-    draft, texts, score = EagleLayer(model), compute_features(model, data, None), score_with(model)
+    draft, texts, score = EagleLayer(model), compute_features(model, DATA, None), score_with(model)
     found = eagle_loss(draft, score, texts, torch.Generator().manual_seed(2))
     rng, errors, classes = torch.Generator().manual_seed(2), [], []
     for noise, (ids, f, n) in zip(0.2 * torch.rand(3, 9, 32, generator=rng) - 0.1, texts):

@@ -59,8 +59,7 @@ def test_an_infinity_reaches_nothing(part, value):
     lms = both(model)
     for lm in lms:
         lm.start([5, 9, 3])
-    layer = getattr(model.model.layers[0].self_attn, part)
-    with layer.register_forward_hook(
+    with getattr(model.model.layers[0].self_attn, part).register_forward_hook(
             lambda _, args, out: out.index_fill(1, torch.tensor([1]), value)):
         ours = lms[0].forward([7, 8, 9], [-1, 0, 0])
     torch.testing.assert_close(ours[[0, 2]], lms[1].forward([7, 8, 9], [-1, 0, 0])[[0, 2]], **CLOSE)

@@ -2,7 +2,6 @@
 import ast
 import inspect
 import itertools
-import random
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import jacobi as module
 from cllm import cllm
 from cli.trajectory import show_trajectory
 from common import Sampler, greedy, trie, until
-from fake_models import Recorder, counting, markov, scripted
+from fake_models import Oranges, Recorder, counting, markov, scripted
 from helpers import tokens_of
 from jacobi import jacobi, lookahead, prompt_lookup, remember
 
@@ -85,11 +84,6 @@ def test_the_window_of_the_survey(sample, monkeypatch):
         last = tokens[-1]
         following = last + 1 if last < 100 else last + 101
         return F.one_hot(torch.tensor(following % 900), 900).float()
-
-    class Oranges(random.Random):
-        def choices(self, prompt, k):
-            assert k == 6  # W + N - 3
-            return [101, 102, 103, 104, 105, 106]
     found, target, log = [], Recorder(after), []
     monkeypatch.setattr(module.random, "Random", Oranges)
     monkeypatch.setattr(module, "remember", lambda pool, ngrams, G: found.append(ngrams))
@@ -121,8 +115,7 @@ def test_prompt_lookup_tries_what_followed_the_last_token(prompt):
     for chunk, (ids, parents), record in zip(chunks, target.trees, log):
         places = [i for i in range(len(text) - N + 1) if text[i] == text[-1]]
         newest = dict.fromkeys(tuple(text[i + 1:i + N]) for i in reversed(places))
-        tree = trie(text[-1], [*newest][:G][::-1])
-        assert (ids, parents) == tree[:2]
+        assert (ids, parents) == trie(text[-1], [*newest][:G][::-1])[:2]
         assert record == {"guessed": len(ids) - 1, "accepted": len(chunk) - 1, "rows": len(ids)}
         text += chunk
     assert max(r["guessed"] for r in log) > 2 and max(r["accepted"] for r in log) == N - 1

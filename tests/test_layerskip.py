@@ -15,10 +15,9 @@ from support.layers import FeatureLM
 from support.parts import save_part
 from survey.layerskip import export, layerskip, load_tuned, measure_exit, tuning_loss
 from training.low_rank import add_low_rank
-from trainings import WORDLESS
+from trainings import DATA, WORDLESS
 
 PROMPT = [3, 14, 15]
-DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -46,19 +45,12 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
 
 # -------------------------------------------------------------------------------- what an exit says
 
-@torch.no_grad()
-def states_of(model, prompt, answer, layers) -> torch.Tensor:
-    """Compute the states before each token of an answer, in a pass over the whole text."""
-    states = model(input_ids=torch.tensor([prompt + answer]), use_cache=False,
-                   output_hidden_states=True).hidden_states[layers]
-    return states[0, len(prompt) - 1:-1]
-
-
 @pytest.mark.parametrize("layers, ranks", [(1, 1), (3, 30), (4, 2)])
 def test_an_exit_is_right_where_the_next_token_is_among_its_likeliest(layers, ranks):
     model, right = deep("llama"), []
-    for prompt, answer in DATA:
-        x = states_of(model, prompt, answer, layers)
+    for prompt, answer in DATA:  # x: the states before each token of the answer
+        x = model(input_ids=torch.tensor([prompt + answer]), use_cache=False,
+                  output_hidden_states=True).hidden_states[layers][0, len(prompt) - 1:-1]
         logits = model.lm_head(x if layers == 4 else model.model.norm(x))
         right += [token in row.topk(ranks).indices.tolist() for token, row in zip(answer, logits)]
     assert measure_exit(model, DATA, layers, ranks) == pytest.approx(sum(right) / 12)

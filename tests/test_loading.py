@@ -89,44 +89,25 @@ def cut_off(folder) -> None:
     weights.write_bytes(weights.read_bytes()[:-9])
 
 
-def lose_layer(folder) -> None:
-    change_weights(folder, lambda tensors: {name: x for name, x in tensors.items()
-                                            if "layers.1." not in name})
-
-
-def cut_embeddings(folder) -> None:
-    name = "model.embed_tokens.weight"
-    change_weights(folder, lambda tensors: tensors | {name: tensors[name][:-3]})
-
-
 NAME = "model.layers.0.mlp.up_proj.weight"
-
-
-def store_integers(folder) -> None:
-    """And leave an old causal mask of 8 bits, as checkpoints of GPT-2 do."""
-    change_weights(folder, lambda tensors: tensors | {
-        NAME: tensors[NAME].to(torch.int8), "attn.bias": torch.ones(3).byte()})
-
-
-def add_scales(folder) -> None:
-    change_weights(folder, lambda tensors: tensors | {f"{NAME}_scale": torch.ones(1)})
-
-
-def lose_tokenizer(folder) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
+TABLE = "model.embed_tokens.weight"
 WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
-    (lose_layer, "9 quantised, missing or of another size: model.layers.1.input_lay"),
-    (cut_embeddings, "1 quantised, missing or of another size: model.embed_tokens.weight"),
-    (store_integers, "not quantised, got .*: model.layers.0.mlp.up_proj.weight has integers of 8"),
-    (add_scales, "1 quantised, .*: model.layers.0.mlp.up_proj.weight_scale$"),
+    (lambda x: change_weights(x, lambda w: {n: w[n] for n in w if "layers.1." not in n}),
+     "9 quantised, missing or of another size: model.layers.1.input_lay"),
+    (lambda x: change_weights(x, lambda w: w | {TABLE: w[TABLE][:-3]}),
+     "1 quantised, missing or of another size: model.embed_tokens.weight"),
+    # And leave an old causal mask of 8 bits, as checkpoints of GPT-2 do.
+    (lambda x: change_weights(x, lambda w: w | {
+        NAME: w[NAME].to(torch.int8), "attn.bias": torch.ones(3).byte()}),
+     "not quantised, got .*: model.layers.0.mlp.up_proj.weight has integers of 8"),
+    (lambda x: change_weights(x, lambda w: w | {f"{NAME}_scale": torch.ones(1)}),
+     "1 quantised, .*: model.layers.0.mlp.up_proj.weight_scale$"),
     (cut_off, "model.safetensors is cut off or damaged"),
     (lambda x: change_json(x / "config.json", quantization_config={"quant_method": "gptq"}),
      "its weights are quantised"),
     (lambda x: (x / "adapter_config.json").write_text("{}"),
      "adapter_config.json: a LoRA adapter must be merged"),
-    (lose_tokenizer, "it has no tokenizer.json$")]
+    (lambda x: (x / "tokenizer.json").unlink(), "it has no tokenizer.json$")]
 
 
 @pytest.mark.parametrize("damage, said", WRONG, ids=[said[:24] for _, said in WRONG])

@@ -104,8 +104,7 @@ def block_draft(model) -> dflash.BlockDraft:
 def own_texts(model) -> list[list[int]]:
     """Write texts to look up: the model's own, one with mistakes, one of the tokens 0 to 2."""
     text = PROMPT + autoregressive_text(model, tuple(PROMPT), 40)
-    wrong = [token if i % 7 else 2 for i, token in enumerate(text)]
-    return [text, wrong, [0, 1, 2, 0, 1, 1, 0, 2]]
+    return [text, [token if i % 7 else 2 for i, token in enumerate(text)], [0, 1, 2, 0, 1, 1, 0, 2]]
 
 
 def store_of(texts: list[list[int]]) -> rest.Datastore:
@@ -143,10 +142,8 @@ FILES = dict(datastore="store", trust="trust", adapter="part")
 
 METHODS = {
     "jacobi": lambda model: Line(jacobi.jacobi, dict(n=8), few=dict(n=3)),
-    "lookahead": lambda model: Line(
-        jacobi.lookahead, dict(W=4, N=4, G=4), few=dict(W=1, N=3, G=2)),
-    "prompt_lookup": lambda model: Line(
-        jacobi.prompt_lookup, dict(N=4, G=4), few=dict(N=3, G=2)),
+    "lookahead": lambda model: Line(jacobi.lookahead, dict(W=4, N=4, G=4), few=dict(W=1, N=3, G=2)),
+    "prompt_lookup": lambda model: Line(jacobi.prompt_lookup, dict(N=4, G=4), few=dict(N=3, G=2)),
     "cllm": lambda model: Line(cllm.cllm, dict(n=8), few=dict(n=3)),
     "speculative": lambda model: Line(
         speculative.speculative, dict(gamma=4), [near(model, 0.02)], dict(gamma=2)),
@@ -173,8 +170,7 @@ METHODS = {
         ouroboros.ouroboros, dict(gamma=4, W=3, pool=pool_of(own_texts(model))),
         [near(model, 0.02)], dict(gamma=1, K=2, phrases=False), vocab=2),
     "bita": lambda model: Line(
-        bita.bita, dict(tree="efficient", k=3, tuning=tuning_of(model, 4, 3)),
-        few=dict(k=1)),
+        bita.bita, dict(tree="efficient", k=3, tuning=tuning_of(model, 4, 3)), few=dict(k=1)),
     "bita, full tree": lambda model: Line(
         bita.bita, dict(tree="full", k=2, tuning=tuning_of(model, 4, 2))),
     "cascade": lambda model: Line(
@@ -196,8 +192,7 @@ METHODS = {
     "mtp": lambda model: Line(
         mtp.mtp, dict(nodes=9, trained=rand(mtp.MTPBlock(model), RATES)), few=dict(nodes=3)),
     "dflash": lambda model: Line(
-        dflash.dflash, dict(nodes=9, trained=block_draft(model)),
-        few=dict(nodes=2), vocab=2),
+        dflash.dflash, dict(nodes=9, trained=block_draft(model)), few=dict(nodes=2), vocab=2),
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3), RATES)),
         few=dict(nodes=3)),
@@ -230,8 +225,7 @@ METHODS = {
             near(model, 0.5).get_input_embeddings().weight[:1].detach(), [0.5] * 3)}),
     "online": lambda model: Line(
         online.online, dict(gamma=4, every=1, lr=1e-3), [near(model, 0.05)]),
-    "recycling": lambda model: Line(
-        recycling.recycling, dict(nodes=12), few=dict(nodes=3)),
+    "recycling": lambda model: Line(recycling.recycling, dict(nodes=12), few=dict(nodes=3)),
     "another_tokenizer": lambda model: Line(
         another_tokenizer.another_tokenizer, dict(gamma=4, tokenizers=TOKENIZERS),
         [near(model, 0.02)], dict(gamma=2)),
@@ -493,13 +487,12 @@ def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
 
 # --------------------------------------------------------------------------------- perfect drafts
 
-NOTHING = {"attention": [], "mlp": []}
 PERFECT = {  # where the draft is the target itself: (options, tokens that each round must give)
     "speculative": ({}, 5), "specinfer": ({}, 5),
     "specinfer, two drafts": ({}, 5), "spectr": ({}, 5), "ouroboros": (dict(phrases=False), 5),
     "cascade": ({}, 7), "online": ({}, 5),
     "another_tokenizer": (dict(tokenizers=TOKENIZERS[:1] * 2), 5),
-    "draft_verify": (dict(threshold=0.0, skipped=NOTHING), 5),
+    "draft_verify": (dict(threshold=0.0, skipped={"attention": [], "mlp": []}), 5),
     "sequoia": (dict(nodes=5), 5), "triforce": (dict(budget=40, chunk=40), 5)}
 
 

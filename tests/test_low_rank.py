@@ -13,8 +13,7 @@ def test_training_keeps_no_matrix_of_the_models_size():
     model, kept = deep("llama", hidden_size=128), []
     add_low_rank(model.requires_grad_(False), 2)
     frozen = {p.data_ptr() for p in model.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(
-            lambda x: kept.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         model(input_ids=torch.tensor([[3, 14, 15]])).logits.sum()
     assert max(x.numel() for x in kept if x.data_ptr() not in frozen) < 1000
 

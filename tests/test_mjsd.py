@@ -70,8 +70,7 @@ def beams_of(logits_of, unseen, depth, beams, sample, eos) -> dict[tuple, float]
     lm.start([0])
     found = beam_search(lm, unseen, depth, beams, sample, eos)
     for beam in found:  # its nodes hold its tokens, and all have those that have a child
-        fed = [lm.ids[node] for node in beam.nodes][len(unseen):]
-        assert fed == beam.tokens[:-1]
+        assert [lm.ids[node] for node in beam.nodes][len(unseen):] == beam.tokens[:-1]
     return {tuple(beam.tokens): beam.logp for beam in found}
 
 

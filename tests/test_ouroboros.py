@@ -2,7 +2,6 @@
 in test_lossless.py."""
 import inspect
 import itertools
-import random
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +9,7 @@ import torch
 import jacobi
 import ouroboros as module
 from common import Sampler
-from fake_models import Recorder, counting
+from fake_models import Oranges, Recorder, counting
 from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
 OFF = dict(phrases=False, lengthen=False, verification=False)
@@ -97,10 +96,6 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     blue p comes blue p + 1, after orange p green p + 1, and so on. Guesses stand between the root
     and the window. Tokens that are not cached yet stand above the root, which all the rest hangs
     below."""
-    class Oranges(random.Random):
-        def choices(self, prompt, k):
-            assert k == 6  # W + β - 3
-            return [101, 102, 103, 104, 105, 106]
     monkeypatch.setattr(module.random, "Random", Oranges)
     eye = torch.eye(900)
     draft = Recorder(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])

@@ -169,9 +169,8 @@ def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
     path.write_text(path.read_text(), encoding="utf-8-sig")  # as an editor of Windows does
     assert load_facts(path, models, "rates", lambda facts: facts["rates"]) == [0.5, 0.25]
     for name in models:
-        others = models | {name: LLAMA}
         with pytest.raises(InputError, match=f"expected rates, got .*another {name}"):
-            load_facts(path, others, "rates", lambda facts: facts["rates"])
+            load_facts(path, models | {name: LLAMA}, "rates", lambda facts: facts["rates"])
 
 
 def test_facts_that_cannot_be_used_are_refused_in_one_line(tmp_path):

@@ -72,8 +72,7 @@ def eagle3_step(w: dict, e: torch.Tensor, g: torch.Tensor, config: dict, _) -> t
     """Compute what EAGLE-3's next level reads, and logits over the draft's own tokens."""
     normed = norm(g, w["midlayer.hidden_norm.weight"])
     x = torch.cat([norm(e, w["midlayer.input_layernorm.weight"]), normed], -1)
-    residual = normed if config.get("norm_before_residual") else g
-    x = run_layer(w, "midlayer.", x, residual, config)
+    x = run_layer(w, "midlayer.", x, normed if config.get("norm_before_residual") else g, config)
     y = norm(x, w["norm.weight"])
     return (y if config.get("norm_output") else x), y @ w["lm_head.weight"].T
 
@@ -166,8 +165,6 @@ HEADS = {  # kind, configuration, arguments of the tensors
     "speculators'": ("eagle3", {"transformer_layer_config": GROUPS}, dict(tokens=V)),
     "3.1": ("eagle3", GROUPS | dict(fc_norm=True, norm_output=True, eagle_config={
         "eagle_aux_hidden_state_layer_ids": [1, 5, 8]}), dict(norms=True))}  # outputs of layers
-PICKLED = ("Vicuna's", "yuhuili's")
-SPECULATORS = {"speculators'": {"norm_before_residual": True}}
 close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 
@@ -176,8 +173,8 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
     """On a chain of rows, and on a drafted row, which reads what the chain made."""
     kind, config, how = HEADS[name]
     model, w = embedded[0], KINDS[kind].tensors(**how)
-    file = "pytorch_model.bin" if name in PICKLED else "model.safetensors"
-    inside = name in SPECULATORS
+    file = "pytorch_model.bin" if name in ("Vicuna's", "yuhuili's") else "model.safetensors"
+    inside = name == "speculators'"
     given = {x.replace("midlayer", "layers.0") if inside else x: y for x, y in w.items()}
     draft = KINDS[kind].load(write(tmp_path, config, given, file), model)
     hidden = model(torch.tensor([TEXT[:-1]]), output_hidden_states=True).hidden_states
@@ -193,9 +190,8 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
     lm.start([])
     close(lm.forward(draft.join(*eagle.Pairs(features, TEXT[1:]))), expected)
     close(lm.features, a)
-    drafted = lm.forward(draft.join(*eagle.Pairs(lm.features[-1:], [7])))
     b, expected = step([*TEXT[1:], 7], torch.cat([g, a[-1:]]))
-    close(drafted, expected[-1:])
+    close(lm.forward(draft.join(*eagle.Pairs(lm.features[-1:], [7]))), expected[-1:])
     close(lm.features, b[-1:])
     assert draft.vocab.tolist() == [*range(0, V, V // len(draft.vocab))]
     assert draft.config.max_position_embeddings == model.config.max_position_embeddings

@@ -10,7 +10,7 @@ import torch
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_models import Zeros
 from families import near, tiny
-from helpers import tokens_of
+from helpers import note_calls, tokens_of
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
 from support import parts
 from support.clock import Choice
@@ -87,8 +87,7 @@ def test_the_clock_chooses_from_trees_of_all_sizes_and_depths():
     for (n, d), (shape, tokens, *costs) in zip(itertools.product(sizes, depths), found):
         assert shape == shape_of(parents_of(best, n, d))
         assert math.isclose(tokens, tokens_a_call(nested(shape.parents), P), rel_tol=1e-12)
-        rows = sum(map(bool, shape.children))
-        assert costs == [len(shape.parents), len(shape.levels), rows]
+        assert costs == [len(shape.parents), len(shape.levels), sum(map(bool, shape.children))]
     assert len(found) == 9
 
 
@@ -155,18 +154,17 @@ def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch, options, siz
     assert seen == [(sizes, depths)]
 
 
-def test_trees_are_those_of_their_options_and_the_nearest_temperature(tmp_path):
+def test_trees_are_those_of_their_options_and_the_nearest_temperature(tmp_path, monkeypatch):
     """Also where the same models decode one text after another. A rate of 0 brings a child too."""
-    model, seen = tiny("llama"), []
+    model = tiny("llama")
     lms, P = [CachedLM(model), CachedLM(model)], {0.0: (0.9, 0.05), 0.6: (0.4, 0.3, 0)}
     rates = rates_file(tmp_path, model, model, **{str(t): some for t, some in P.items()})
-    forward = lms[0].forward
-    lms[0].forward = lambda *args, **how: seen.append(args[-1]) or forward(*args, **how)
+    seen = note_calls(monkeypatch, lms[0], "forward")
     for t, nearest, nodes, depth in 2 * [
             (0, 0.0, 4, 1), (0.2, 0.0, 6, 3), (0.4, 0.6, 6, 1), (3.0, 0.6, 4, 3)]:
         next(sequoia(*lms, PROMPT, nodes=nodes, depth=depth, rates=rates, sample=Sampler(t)))
         known = tuple(x or 1e-9 for x in P[nearest])
-        assert seen[-1] == parents_of(tabulate(known, nodes, depth), nodes, depth)
+        assert seen[-1][-1] == parents_of(tabulate(known, nodes, depth), nodes, depth)
 
 
 # --------------------------------------------------------------------------------- calibration

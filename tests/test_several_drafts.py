@@ -90,8 +90,7 @@ def test_each_model_makes_its_own_drafts_alone():
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_guess_of_no_probability_is_never_accepted(rule):
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([0.5, 0.5])
-    drafts = [DrawnDraft((0,), {(): q}, [0, 1])]
-    assert verify_tree(rule, p, drafts, Zeros())[:2] == ((), [0])
+    assert verify_tree(rule, p, [DrawnDraft((0,), {(): q}, [0, 1])], Zeros())[:2] == ((), [0])
 
 
 def test_draws_of_the_targets_own_distribution_are_accepted():

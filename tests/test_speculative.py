@@ -54,8 +54,7 @@ def test_both_rules_are_exact_by_enumeration(gamma, V, temperature, top_k, top_p
     """The text's tokens have the target's joint law. With top-k and top-p q is 0 where p is not,
     and the reverse. A block never accepts fewer guesses. It accepts more where many tokens have a
     chance."""
-    rng = torch.Generator().manual_seed(0)
-    logits = 1.5 * torch.randn(2, 1 + V, V, generator=rng)
+    logits = 1.5 * torch.randn(2, 1 + V, V, generator=torch.Generator().manual_seed(0))
     p_of, q_of = Sampler(temperature, top_k, top_p).probs(logits).double()
     true = sum(p_of[0, x] * F.one_hot(torch.tensor(x), V).view(V, *[1] * gamma)
                * continue_text(p_of, x, gamma) for x in range(V))

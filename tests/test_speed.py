@@ -15,7 +15,7 @@ import bita
 from cli.graphs import GraphedLM
 from common import CachedLM
 from families import tiny
-from helpers import prefill
+from helpers import note_calls, prefill
 
 from test_common import buffers_of
 
@@ -37,16 +37,11 @@ def test_the_head_reads_rows_that_lie_together():
 def test_attention_reads_the_buffers_themselves(monkeypatch):
     """Grouped-query attention under a mask gets views of the cache, with a head for each key head:
     no copy for each query head."""
-    lm, seen, attention = CachedLM(tiny("llama")), [], F.scaled_dot_product_attention
-
-    def spy(query, keys, values, *mask, **options):
-        seen.append((keys, values))
-        return attention(query, keys, values, *mask, **options)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    lm, seen = CachedLM(tiny("llama")), note_calls(monkeypatch, F, "scaled_dot_product_attention")
     prefill(lm, [3, 4, 5])
     lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
     assert len(seen) == 3 * 2  # passes and layers
-    for pair, buffers in zip(seen[-2:], lm.cache.layers.values()):
+    for (_, *pair, _), buffers in zip(seen[-2:], lm.cache.layers.values()):
         assert all(x.data_ptr() == b.data_ptr() and x.shape[1] == 2 for x, b in zip(pair, buffers))
 
 

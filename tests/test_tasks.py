@@ -13,8 +13,7 @@ WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSE
 
 
 @pytest.mark.parametrize("task, expected", [
-    ("sql", "b3b81fdade00c652"), ("math", "8884156155b420b6"),
-    ("code", "06c7a42d58d56651")])
+    ("sql", "b3b81fdade00c652"), ("math", "8884156155b420b6"), ("code", "06c7a42d58d56651")])
 def test_the_examples_never_change(task, expected):
     """The embedded models learnt those of one split, and figures are of the other."""
     digest = hashlib.sha256()

@@ -8,12 +8,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
-def letters(text: str) -> PreTrainedTokenizerFast:
+def letters(text: str, **special) -> PreTrainedTokenizerFast:
     """Make a tokenizer of single letters, in GPT-2's alphabet of bytes."""
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(text)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 OF_TARGET = "".join(chr(33 + i) for i in range(61))

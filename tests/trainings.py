@@ -39,10 +39,10 @@ TRAININGS = {  # a training: the decoding that reads OUT
 }
 CHOICES = {"heads": ("medusa", "hydra"), "head": ("own", "target"),
            "taps": ("0,1", "0,2", "2"), "divergence": ("forward-kl", "jsd")}
-SAME = {  # options that the file keeps and no loss reads, or that do not go with others of the line
-    "survey.layerskip tune --E 1 --rank 2": {"E"},
-}
+# Options that the file keeps and no loss reads, or that do not go with others of the line
+SAME = [("survey.layerskip tune --E 1 --rank 2", "E")]
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
+DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 WORDLESS = SimpleNamespace(  # a tokenizer, as far as needed
     eos_token_id=None, decode=str, save_pretrained=str,
     get_vocab=lambda: {f"t{n}": n for n in range(61)})
@@ -94,7 +94,7 @@ def list_changes(line: str) -> list[dict]:
     changes = [{"prompts": PROMPTS[::-1]}]
     for name, (kind, default) in read_options(command).items():
         value = given.get(name, LITTLE.get(name, default))
-        if name in SAME.get(line, ()):
+        if (line, name) in SAME:
             continue
         if name in CHOICES:
             changes += [{name: x} for x in CHOICES[name] if x != value]
