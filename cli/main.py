@@ -37,6 +37,7 @@ from common import (InputError, KVCache, Sampler, autoregressive, check, context
                     make_cache)
 from support.files import check_result, shorten, write_text
 from support.layers import vocab_size
+from support.packed import pack
 from support.parts import require
 from training.loop import Settings, use_settings
 
@@ -123,7 +124,8 @@ class Session:
         self.trace = None
         models = load_models(args, method)
         self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
-        self.models = {name: model for name, (model, _) in models.items()}
+        self.models = {name: pack(model) if args.pack else model
+                       for name, (model, _) in models.items()}
         target, tokenizer = models["target"]
         self.on_gpu = target.device.type == "cuda"
         self.run_as = TimedLM
@@ -236,8 +238,7 @@ def compare(session: Session, run: Run, lossy: Container) -> int:
     found = run.find_difference(ar) if exact else "outputs may differ"
     print(f"{figures}\nspeed-up {speed_up:.2f}x; "
           f"{found or 'output equals autoregressive output'}", file=sys.stderr)
-    float32 = session.models["target"].dtype.itemsize == 4
-    return int(exact and found != "" and float32)
+    return int(exact and found != "" and session.models["target"].dtype.itemsize == 4)
 
 
 def tune(session: Session, method, options: dict, ranges: dict) -> None:

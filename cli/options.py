@@ -140,6 +140,8 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     add("--seed", type=int, default=0, metavar="N", help="another seed, other samples (default: 0)")
     add("--graphs", action=BooleanOptionalAction,
         help="run models by CUDA graphs, which saves launches (default: on a GPU)")
+    add("--pack", action=BooleanOptionalAction, default=True,
+        help="on a CPU, copy large weights into a faster order; --no-pack saves this memory")
     add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
         help="print right guesses in green; auto, the default: on a terminal")
     add("--compare", action="store_true",

@@ -54,6 +54,7 @@ from hybrid.hybrid import GUESSES  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
 from support.files import check_result  # noqa: E402
 from support.layers import depth_of, vocab_size  # noqa: E402
+from support.packed import pack  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 
 
@@ -265,7 +266,7 @@ class Bench:
                              "has another vocabulary")
         if self.args.graphs:
             check(model, functools.partial(GraphedLM, waits=False))  # once more, by replays
-        return model
+        return pack(model) if self.args.pack else model
 
     def cache(self, path: str) -> TimedLM:
         """Give a model a cache of its own."""
@@ -520,6 +521,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     add("--device")
     add("--dtype", choices=["float32", "bfloat16", "float16"])
     add("--graphs", action="store_true", help="passes of few widths, on a GPU as CUDA graphs")
+    add("--pack", action=argparse.BooleanOptionalAction, default=True,
+        help="on a CPU, keep large float32 weights in blocks too (support/packed.py)")
     return parser
 
 

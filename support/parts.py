@@ -22,6 +22,7 @@ from typing import Callable
 from common import InputError, ancestor_mask, load, walk
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
 from support.layers import FeatureLM
+from support.packed import pack
 
 import torch
 import torch.nn.functional as F
@@ -202,13 +203,13 @@ def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Par
 
 
 def match_type(part: torch.nn.Module, model):
-    """Give the weights of a part the type of a model, and return the part.
+    """Give the weights of a part the type of a model, pack the large ones, and return the part.
 
     Buffers keep theirs. Rotary frequencies would lose most of their digits in bfloat16.
     """
     for p in part.parameters():
         p.data = p.data.to(model.dtype)
-    return part
+    return pack(part) if isinstance(part, torch.nn.Module) else part
 
 
 # ------------------------------------------------------------------------------- measured facts

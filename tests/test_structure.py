@@ -19,8 +19,8 @@ from training.loop import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1200, "cli": 1020, "models": 1040, "results": 1000, "tests": 7630,
-          "hybrid support survey training": 4110}  # lines of code; prose has no limit
+LIMITS = {"root": 1200, "cli": 1020, "models": 1040, "results": 1000, "tests": 7600,
+          "hybrid support survey training": 4130}  # lines of code; prose has no limit
 
 
 
@@ -68,8 +68,7 @@ def written() -> list[str]:
     return sorted(found)
 
 
-PRODUCT = [name for name in written() if not name.startswith("tests")]
-PROGRAMS = [name for name in PRODUCT if name.endswith(".py")]
+PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
 
 # ------------------------------------------------------------------------------ one file each
@@ -180,10 +179,9 @@ def code_lines(source: str, node: ast.AST | None = None) -> int:
     A line of a docstring, a comment or a blank line is prose: prose has no limit.
     """
     words = find_prose(source)
-    first = node.lineno if node else 1
     rows = source.splitlines()
     last = node.end_lineno if node else len(rows)
-    numbered = [(i, rows[i - 1].strip()) for i in range(first, last + 1)]
+    numbered = [(i, rows[i - 1].strip()) for i in range(node.lineno if node else 1, last + 1)]
     return sum(i not in words and row != "" and row[0] != "#" for i, row in numbered)
 
 
