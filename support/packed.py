@@ -1,15 +1,16 @@
-"""Packs the large weights of a model on a CPU, so that a call of several rows costs less.
+"""This file packs the large weights of a model on a CPU, so that a call of several rows costs less.
 
-PyTorch multiplies by a float32 weight as it lies in memory. For a call of 2 to 16 rows this takes
-up to three times as long as for one row, though both read the same weight once. oneDNN, which
-PyTorch brings along, multiplies faster by a weight that lies in blocks of the size of its loops.
-Packing copies a weight into such blocks, once. So a packed weight takes its memory twice.
+PyTorch multiplies by a float32 weight as it lies in memory. For a call of 2 to 16 rows this may
+take three times as long as for one row, though both read the same weight once. PyTorch also brings
+the library oneDNN, which multiplies faster by a weight that lies in blocks of the size of its
+loops. Packing copies a weight into such blocks, once. So a packed weight takes its memory twice.
 
     rows of a call       1      2      4      8     16
     as PyTorch has it    1.0    1.6    1.7    1.8    2.0    of a call of one row (a model of
     packed               0.8    0.9    1.0    1.2    1.5    135M parameters, two cores with AVX2)
 
-This is about speed alone. The products are the same, up to rounding. On a GPU nothing is packed.
+This is about speed alone. The products are the same, up to rounding. Nothing is packed on a GPU or
+in half precision.
 """
 import torch
 from torch.nn import Linear
