@@ -1,13 +1,13 @@
 """This file packs the large weights of a model on a CPU, so that a call of several rows costs less.
 
-PyTorch multiplies by a float32 weight as it lies in memory. For a call of 2 to 16 rows this may
-take three times as long as for one row, though both read the same weight once. PyTorch also brings
-the library oneDNN, which multiplies faster by a weight that lies in blocks of the size of its
-loops. Packing copies a weight into such blocks, once. So a packed weight takes its memory twice.
+PyTorch multiplies by a float32 weight as it lies in memory. For a call of 2 to 16 rows this takes
+up to twice as long as for one row, though both read the same weight once. PyTorch also brings the
+library oneDNN, which multiplies faster by a weight that lies in blocks of the size of its loops.
+Packing copies a weight into such blocks, once. So a packed weight takes its memory twice.
 
     rows of a call       1      2      4      8     16
-    as PyTorch has it    1.0    1.6    1.7    1.8    2.0    of a call of one row (a model of
-    packed               0.8    0.9    1.0    1.2    1.5    135M parameters, two cores with AVX2)
+    as PyTorch has it    1.0    1.6    1.7    1.7    2.0    of a call of one row (a model of
+    packed               0.8    0.9    1.0    1.1    1.4    135M parameters, two cores with AVX2)
 
 This is about speed alone. The products are the same, up to rounding. Nothing is packed on a GPU or
 in half precision.
@@ -15,9 +15,9 @@ in half precision.
 import torch
 from torch.nn import Linear
 
-# Smaller weights stay in a core's caches. To them the call of oneDNN costs more than it saves.
-LEAST = 1 << 18  # numbers of a weight, which are 1 MiB
-ROWS = 8  # of the calls for which oneDNN chooses the size of the blocks
+# Smaller weights stay in a core's caches. For them a call of oneDNN costs more than it saves.
+LEAST = 1 << 18  # numbers in a weight: 1 MiB of float32
+ROWS = 8  # oneDNN chooses the size of its blocks for calls of so many rows
 
 
 class PackedLinear(Linear):
