@@ -3,7 +3,8 @@
 PyTorch multiplies by a float32 weight as it lies in memory. For a call of 2 to 16 rows this takes
 up to twice as long as for one row, though both read the same weight once. PyTorch also brings the
 library oneDNN, which multiplies faster by a weight that lies in blocks of the size of its loops.
-Packing copies a weight into such blocks, once. So a packed weight takes its memory twice.
+Packing copies a weight into such blocks, once. So a packed weight takes its memory twice. oneDNN
+also keeps half a megabyte for each shape of a weight and each number of rows that it has met.
 
     rows of a call       1      2      4      8     16
     as PyTorch has it    1.0    1.6    1.7    1.7    2.0    of a call of one row (a model of
@@ -12,6 +13,8 @@ Packing copies a weight into such blocks, once. So a packed weight takes its mem
 This is about speed alone. The products are the same, up to rounding. Nothing is packed on a GPU or
 in half precision.
 """
+import weakref
+
 import torch
 from torch.nn import Linear
 
@@ -20,26 +23,40 @@ LEAST = 1 << 18  # numbers in a weight: 1 MiB of float32
 ROWS = 8  # oneDNN chooses the size of its blocks for calls of so many rows
 
 
+BLOCKS = {}  # of each weight that lives, by its id: (its address and version, its numbers, blocks)
+
+
 class PackedLinear(Linear):
     """A linear layer that multiplies by a packed weight, except where gradients are computed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what torch.nn.Linear computes: x [..., in] gives [..., out]."""
-        if torch.is_grad_enabled():
+        weight = self.weight
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not fits(weight):
             return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise.default(
-            x, packed_weight(self.weight), self.bias, "none", [], "")
+            x, packed_weight(weight), self.bias, "none", [], "")
+
+
+def fits(weight: torch.nn.Parameter) -> bool:
+    """Tell whether a weight can be packed. Those made in inference mode count no changes."""
+    return weight.is_cpu and weight.dtype == torch.float32 and not weight.is_inference()
 
 
 def packed_weight(weight: torch.nn.Parameter) -> torch.Tensor:
     """Return a weight in blocks, which are made anew if a training has changed the weight since.
 
-    The blocks are kept at the weight itself. So models that share weights share their blocks.
+    Models that share weights share their blocks. The numbers of the weight are kept with them, so
+    that no others can come to lie at their address.
     """
     state = (weight.data_ptr(), weight._version)
-    if getattr(weight, "packed", (None, None))[0] != state:
-        weight.packed = state, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-    return weight.packed[1]
+    known = BLOCKS.get(id(weight))
+    if known is None:
+        weakref.finalize(weight, BLOCKS.pop, id(weight))
+    if known is None or known[0] != state:
+        x = weight.detach()
+        known = BLOCKS[id(weight)] = state, x, torch.ops.mkldnn._reorder_linear_weight(x, ROWS)
+    return known[2]
 
 
 def pack(model: torch.nn.Module) -> torch.nn.Module:
@@ -47,10 +64,9 @@ def pack(model: torch.nn.Module) -> torch.nn.Module:
 
     returns  the same model. It can still be trained, copied and saved
     """
-    for part in model.modules():
-        if type(part) is Linear and part.weight.numel() >= LEAST and (
-                part.weight.device.type == "cpu" and part.weight.dtype == torch.float32
-                and torch.backends.mkldnn.is_available()):
+    for part in model.modules() if torch.backends.mkldnn.is_available() else ():
+        if type(part) is Linear and part.weight.numel() >= LEAST and fits(part.weight) \
+                and part.weight.device.type == "cpu":
             part.__class__ = PackedLinear
             packed_weight(part.weight)
     return model

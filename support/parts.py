@@ -22,7 +22,7 @@ from typing import Callable
 from common import InputError, ancestor_mask, load, walk
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
 from support.layers import FeatureLM
-from support.packed import pack
+from support.packed import PackedLinear, pack
 
 import torch
 import torch.nn.functional as F
@@ -203,13 +203,14 @@ def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Par
 
 
 def match_type(part: torch.nn.Module, model):
-    """Give the weights of a part the type of a model, pack the large ones, and return the part.
+    """Give the weights of a part the type of a model, pack them if it is packed, and return it.
 
     Buffers keep theirs. Rotary frequencies would lose most of their digits in bfloat16.
     """
     for p in part.parameters():
         p.data = p.data.to(model.dtype)
-    return pack(part) if isinstance(part, torch.nn.Module) else part
+    packed = any(isinstance(x, PackedLinear) for x in model.modules())
+    return pack(part) if packed and isinstance(part, torch.nn.Module) else part
 
 
 # ------------------------------------------------------------------------------- measured facts

@@ -44,8 +44,7 @@ RECURRENT = {  # one for each kind of layer with a state
     "granite4": AutoConfig.for_model("granitemoehybrid", **SHAPE, **MAMBA, layer_types=MIXED,
                                      num_local_experts=0, shared_intermediate_size=32),
     "lfm2": AutoConfig.for_model("lfm2", **SHAPE, layer_types=["conv", "full_attention"],
-                                 block_ff_dim=64, conv_L_cache=3),
-}
+                                 block_ff_dim=64, conv_L_cache=3)}
 FAMILIES = {
     "llama": LlamaConfig(**SHAPE),
     "gpt2": GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4,
@@ -59,8 +58,7 @@ FAMILIES = {
     "neox": GPTNeoXConfig(**SMALL, hidden_size=32, intermediate_size=48,
                           max_position_embeddings=CONTEXT),
     "mistral": MistralConfig(**SHAPE, head_dim=8, sliding_window=9),
-    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOWS, tie_word_embeddings=False),
-}
+    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOWS, tie_word_embeddings=False)}
 MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
     "gemma2": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False, query_pre_attn_scalar=8),
     "phi3": Phi3Config(**SHAPE, sliding_window=9),
@@ -71,8 +69,7 @@ MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
                                     q_lora_rank=16),
     "cohere2": Cohere2Config(**SHAPE, **WINDOWS),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
-    **RECURRENT,
-}
+    **RECURRENT}
 OTHERS = dict(  # their settings
     qwen3_next=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
     qwen3_5_moe_text=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
@@ -98,8 +95,7 @@ SCALED = {  # whose logits are not what the LM head says
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
     "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
     "gemma2-capped": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False,
-                                  query_pre_attn_scalar=8, final_logit_softcapping=4.0),
-}
+                                  query_pre_attn_scalar=8, final_logit_softcapping=4.0)}
 
 MADE = {}  # all models that `tiny` has made, each with torch's random state after that
 

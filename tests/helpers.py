@@ -78,8 +78,7 @@ def forget_project(folder=ROOT) -> None:
     for name, module in [*sys.modules.items()]:
         # A folder without an __init__.py is a module too, which knows its modules, but has no file.
         known = vars(module)  # an attribute of a lazy module would be looked for in other packages
-        place = known.get("__file__") or [*known.get("__path__", []), ""][0]
-        if lies_there(str(place)):
+        if lies_there(str(known.get("__file__") or [*known.get("__path__", []), ""][0])):
             del sys.modules[name]
     sys.path[:] = [path for path in sys.path if not lies_there(os.path.abspath(path) + os.sep)]
 

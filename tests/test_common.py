@@ -137,8 +137,7 @@ WRONG = {
     "a path of no node": lambda lm: lm.commit([-1]),
     "a length that is too large": lambda lm: lm.truncate(4),
     "a negative length": lambda lm: lm.truncate(-1),
-    "a prompt too long": lambda lm: lm.start([9] * (CONTEXT + 1)),
-}
+    "a prompt too long": lambda lm: lm.start([9] * (CONTEXT + 1))}
 
 
 @BOTH
@@ -226,8 +225,7 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(monkeypatch):
 
 def test_no_coin_draws_a_token_without_probability(monkeypatch):
     """Not the smallest, and not the largest where probabilities sum to a little less than 1."""
-    few = torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0]])
-    assert Zeros().draw(few).tolist() == [1, 0, 1]
+    assert Zeros().draw(torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0]])).tolist() == [1, 0, 1]
     largest = torch.tensor([[1 - 2.0 ** -53]], dtype=torch.float64)
     monkeypatch.setattr(Sampler, "uniform", lambda *_: largest)
     assert Sampler().draw(torch.tensor([[0.5, 0.5 - 1e-7, 0.0]])).tolist() == [1]

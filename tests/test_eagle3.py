@@ -90,8 +90,7 @@ def test_training_gives_the_layer_what_decoding_gives_it(make, decay):
                 target = MODEL(ids[:, :j + 2 + n]).logits[0, -1].softmax(-1)
                 losses[n].append(-(target * logits[-1].log_softmax(-1)).sum())
             if n < 2 and j + 2 + n < len(TEXT):
-                step = Pairs(lm.features[-1:], [TEXT[j + 2 + n]])
-                logits = lm.forward(draft.join(*step))
+                logits = lm.forward(draft.join(*Pairs(lm.features[-1:], [TEXT[j + 2 + n]])))
     expected = sum(decay ** n * torch.stack(some).mean() for n, some in losses.items())
     found = unroll_loss(draft, ids, features, learns, probs, 3)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -1,5 +1,6 @@
 """Packed weights (support/packed.py): a model computes the same, and is trained, copied and saved
 as before."""
+import pickle
 from copy import deepcopy
 
 import pytest
@@ -15,6 +16,7 @@ from speculative import speculative
 from support import packed
 from support.layers import share_weights
 from support.packed import PackedLinear, pack
+from support.parts import match_type
 
 
 def layer(out: int = 520) -> Linear:
@@ -46,13 +48,27 @@ def test_a_packed_layer_is_trained_as_any_other():
     assert not same(ours, theirs)
 
 
-def test_copies_are_packed_by_themselves_and_shared_weights_once():
+def test_copies_are_packed_by_themselves_and_no_blocks_stay():
+    before = len(packed.BLOCKS)
     ours = pack(layer())
     other = deepcopy(ours)
     with torch.no_grad():
         other.weight.mul_(2)
     assert same(ours, layer()) and not same(other, ours)
-    assert other.state_dict().keys() == layer().state_dict().keys()
+    assert same(pickle.loads(pickle.dumps(ours)), ours)
+    del ours, other
+    assert len(packed.BLOCKS) == before
+
+
+def test_what_cannot_be_packed_is_left_alone():
+    """Weights of inference mode, autocast, and a model that becomes one of half precision."""
+    with torch.inference_mode():
+        assert type(pack(Linear(512, 520))) is Linear
+        ours, x = pack(layer().requires_grad_(False)), torch.ones(2, 512)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ours(x).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(pack(layer()).bfloat16()(x.bfloat16()), layer().bfloat16()(x.bfloat16()))
 
 
 def test_a_packed_model_decodes_as_before(monkeypatch):
@@ -62,11 +78,13 @@ def test_a_packed_model_decodes_as_before(monkeypatch):
     ours = check(pack(deepcopy(plain)))
     assert {type(x) for x in ours.modules() if isinstance(x, Linear)} == {PackedLinear}
     view = share_weights(ours)
+    # Heads are packed if their model is.
+    assert [type(match_type(layer(), x)) for x in (plain, ours)] == [Linear, PackedLinear]
     expected = tokens_of(autoregressive(CachedLM(plain), [5, 6, 7]), 40)
     for model in ours, view:
         chunks = speculative(CachedLM(model), CachedLM(pack(near(plain, 0.03))), [5, 6, 7])
         assert tokens_of(chunks, 40) == expected
-    heads = [model.get_output_embeddings().weight.packed for model in (ours, view)]
+    heads = [packed.BLOCKS[id(model.get_output_embeddings().weight)] for model in (ours, view)]
     assert heads[0] is heads[1]
 
 

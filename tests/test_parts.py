@@ -92,12 +92,10 @@ PARTS = {  # a training: functions that load the file that it leaves, and that s
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3": (
         dflash.load_draft, dflash.save_draft),
     "survey.early_exit train --E 1": (
-        early_exit.load_exit, lambda path, part, model: save_trained(
-            path, part, model, E=part.E)),
+        early_exit.load_exit, lambda path, part, model: save_trained(path, part, model, E=part.E)),
     "survey.layerskip tune --E 1 --rank 2": (layerskip.load_tuned, None),
     "survey.masks tune --k 2 --rank 2": (
-        lambda path, model: masks.load_space(path, CachedLM(model)), None),
-}
+        lambda path, model: masks.load_space(path, CachedLM(model)), None)}
 OPTIONAL = {"vocab", "config", "mlp", "bias", "own_head"}  # older files lack them
 ROW = pytest.mark.parametrize("line", PARTS)
 

@@ -20,7 +20,7 @@ from training.loop import Settings
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 LIMITS = {"root": 1200, "cli": 1020, "models": 1040, "results": 1000, "tests": 7600,
-          "hybrid support survey training": 4130}  # lines of code; prose has no limit
+          "hybrid support survey training": 4140}  # lines of code; prose has no limit
 
 
 

@@ -24,19 +24,16 @@ TRAININGS = {  # a training: the decoding that reads OUT
         "survey.medusa --adapter OUT --heads hydra --nodes 5",
     "survey.eagle train": "survey.eagle --adapter OUT --nodes 5",
     "survey.eagle train --mlp 24 --vocab 9": "survey.eagle --adapter OUT --nodes 5",
-    "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9":
-        "survey.eagle3 --adapter OUT --nodes 5",
+    "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9": "survey.eagle3 --adapter OUT --nodes 5",
     "survey.mtp train --passes 2 --vocab 9": "survey.mtp --adapter OUT --nodes 5",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3":
         "survey.dflash --adapter OUT",
-    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0":
-        "survey.dflash --adapter OUT",
+    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0": "survey.dflash --adapter OUT",
     "survey.early_exit train --E 1": "survey.early_exit --exit OUT",
     "survey.layerskip tune --E 1 --rank 2": "survey.layerskip --tuning OUT",
     "survey.masks train --L 2": "survey.masks --tokens OUT",
     "survey.masks tune --k 2 --rank 2": "survey.masks --method space --tuning OUT",
-    "train distil --layers 0": "speculative --draft OUT",
-}
+    "train distil --layers 0": "speculative --draft OUT"}
 CHOICES = {"heads": ("medusa", "hydra"), "head": ("own", "target"),
            "taps": ("0,1", "0,2", "2"), "divergence": ("forward-kl", "jsd")}
 # Options that the file keeps and no loss reads, or that do not go with others of the line
