@@ -21,13 +21,15 @@ from torch.nn import Linear
 # Smaller weights stay in a core's caches. For them a call of oneDNN costs more than it saves.
 LEAST = 1 << 18  # numbers in a weight: 1 MiB of float32
 ROWS = 8  # oneDNN chooses the size of its blocks for calls of so many rows
-
-
 BLOCKS = {}  # of each weight that lives, by its id: (its address and version, its numbers, blocks)
 
 
 class PackedLinear(Linear):
-    """A linear layer that multiplies by a packed weight, except where gradients are computed."""
+    """A linear layer that multiplies by a packed weight.
+
+    It is an ordinary layer where gradients are computed, under autocast, and for a weight that was
+    moved to a GPU or to half precision.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what torch.nn.Linear computes: x [..., in] gives [..., out]."""
@@ -52,7 +54,7 @@ def packed_weight(weight: torch.nn.Parameter) -> torch.Tensor:
     state = (weight.data_ptr(), weight._version)
     known = BLOCKS.get(id(weight))
     if known is None:
-        weakref.finalize(weight, BLOCKS.pop, id(weight))
+        weakref.finalize(weight, BLOCKS.pop, id(weight), None)
     if known is None or known[0] != state:
         x = weight.detach()
         known = BLOCKS[id(weight)] = state, x, torch.ops.mkldnn._reorder_linear_weight(x, ROWS)
