@@ -3,8 +3,8 @@
 PyTorch multiplies by a float32 weight as it lies in memory. For a call of 2 to 16 rows this takes
 up to twice as long as for one row, though both read the same weight once. PyTorch also brings the
 library oneDNN, which multiplies faster by a weight that lies in blocks of the size of its loops.
-Packing copies a weight into such blocks, once. So a packed weight takes its memory twice. oneDNN
-also keeps half a megabyte for each shape of a weight and each number of rows that it has met.
+Packing copies a weight into such blocks, once. So a packed weight takes its memory twice. Besides,
+oneDNN keeps half a megabyte for each shape of a weight and each number of rows that it has met.
 
     rows of a call       1      2      4      8     16
     as PyTorch has it    1.0    1.6    1.7    1.7    2.0    of a call of one row (a model of
@@ -67,8 +67,7 @@ def pack(model: torch.nn.Module) -> torch.nn.Module:
     returns  the same model. It can still be trained, copied and saved
     """
     for part in model.modules() if torch.backends.mkldnn.is_available() else ():
-        if type(part) is Linear and part.weight.numel() >= LEAST and fits(part.weight) \
-                and part.weight.device.type == "cpu":
+        if type(part) is Linear and part.weight.numel() >= LEAST and fits(part.weight):
             part.__class__ = PackedLinear
             packed_weight(part.weight)
     return model

@@ -196,8 +196,7 @@ class FakeGraph:
         self.gpu.counts["replays"] += 1
         with self.gpu.set(quiet=True):
             for operation, args, options, results in self.tape:
-                again = operation(*args, **options)
-                for old, x in zip(tensors_in(results), tensors_in(again)):
+                for old, x in zip(tensors_in(results), tensors_in(operation(*args, **options))):
                     if old.data_ptr() != x.data_ptr():
                         old.copy_(x)
 
@@ -211,6 +210,7 @@ class Functions(TorchFunctionMode):
         self.own = {Tensor.device.__get__: lambda x: CUDA if on_gpu(x) else x.device,
                     Tensor.is_cuda.__get__: on_gpu, Tensor.to: self.to, Tensor.tolist: self.tolist,
                     Tensor.cpu: lambda x: gpu.move(x, False), Tensor.numpy: self.numpy,
+                    Tensor.is_cpu.__get__: lambda x: not on_gpu(x),
                     Tensor.cuda: lambda x, *_: gpu.move(x, True),
                     Tensor.__array__: self.numpy, torch._C._nn.one_hot: self.one_hot}
 

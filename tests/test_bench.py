@@ -16,7 +16,6 @@ from helpers import script
 from ouroboros import ouroboros
 
 
-
 def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
     """Return the tables of a text. Each has the cells by the first cell of their row, and by their
     head."""

@@ -336,8 +336,6 @@ def odd(tmp_path_factory):
     return top
 
 
-
-
 def outside(words: str, kind: type) -> list[float]:
     """Return values of a kind outside a range that a docstring says in words."""
     least, *most = (float(x) for x in re.findall(r"[\d.]+", words))

@@ -62,7 +62,7 @@ def test_what_cuda_takes_and_what_is_counted():
         assert there[torch.tensor([2, 0])].device.type == "cuda"  # an index is copied
         there[1:] = here[1:].cuda()  # copied by `cuda`; then a kernel copies on the GPU
         assert gpu.counts == {"launches": 4, "waits": 1, "copies": 2}
-        assert not there.cpu().is_cuda and copy.deepcopy(there).is_cuda
+        assert not there.cpu().is_cuda and copy.deepcopy(there).is_cuda and not there.is_cpu
 
 
 # ----------------------------------------------------------------------------------- trainings

@@ -61,7 +61,7 @@ def test_copies_are_packed_by_themselves_and_no_blocks_stay():
 
 
 def test_what_cannot_be_packed_is_left_alone():
-    """Weights of inference mode, autocast, and a model that becomes one of half precision."""
+    """Such are weights of inference mode, passes under autocast, and models in half precision."""
     with torch.inference_mode():
         assert type(pack(Linear(512, 520))) is Linear
         ours, x = pack(layer().requires_grad_(False)), torch.ones(2, 512)
