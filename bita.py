@@ -39,11 +39,6 @@ neither a nor b, its choice is the next root, and the root's masks predict the c
 X is the prompt and y its answer. A group of masks follows the real token y_k.
 
 Departures:
-    The tree. Paper: 1 + M k nodes, where k is how many candidates of a mask are tried, with M masks
-        after each (Fig. 5, --tree efficient). Here: without --tree the command line hands in the
-        likeliest nodes with the first few masks after each, as many as are fastest on this machine
-        (cli/trees.py). Why: the paper's tree has 64 rows. Where rows cost time it is slower than no
-        guessing at all. On two CPU cores it makes 0.75 times AR's speed, and the other tree 1.07.
     Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in the
         released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
         the masks predict the tokens after it.
@@ -52,14 +47,15 @@ Departures:
 
 Departures that change no result are in results/masks.md. Left out: several GPUs.
 """
+import functools
 import json
 import random
 import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy,
-                    require_keys, walk, windows_of)
+from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy, walk,
+                    windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -92,8 +88,7 @@ class Tuning(torch.nn.Module):
 
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
-        require_keys(model)  # a prompt token is a key and a value in each layer
-        lm = CachedLM(model)
+        lm = CachedLM(model)  # refuses layers without keys and values
         lm.start([0])  # what one token leaves in the cache shows the size of keys and values
         keys, values = lm.cache.layers[0]
         if keys.shape != values.shape:
@@ -145,36 +140,68 @@ def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
     return parents
 
 
-def bita(target: CachedLM, prompt: list[int], *, tree: str = "", k: int = 5,
-         adapter: str = ADAPTER, tuning: "Tuning | None" = None, grow: Callable | None = None,
-         sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
+class PrefixLM(CachedLM):
+    """Be a CachedLM with P rows before the context, the prompt tokens, which only masks see.
 
-    tuning   a tuning that is used instead of the file of --adapter
-    grow     grow(target, tuning.accept, candidates, root) returns ids and parents of a tree and the
-             number of masks after each node, for calls without --tree. None: the tree is efficient
+        │ prompt tokens │ … the cat │ sat  on  … │ free …
+
+    They have no position, so no window hides them.
+    """
+
+    @torch.inference_mode()
+    def start(self, ids: list[int], prefix: list = (), **options) -> None:
+        """Cache a context as CachedLM does, after prompt tokens.
+
+        prefix   for each layer keys and values [key heads, P, head size]
+        options  other arguments of a subclass
+        """
+        self.prefix, self.cache.start = 0, 0
+        for layer, (keys, values) in enumerate(prefix):
+            self.cache.update(keys[None], values[None], layer)
+            self.prefix = keys.shape[1]
+        super().start(ids, **options)
+
+    def forward(self, ids, parents=None, *, sees_prefix=None, keep=None) -> torch.Tensor:
+        """Run the model as CachedLM does.
+
+        sees_prefix   for each node whether it sees the prompt tokens. None: no node does
+        """
+        sees = torch.tensor(sees_prefix or [False] * len(ids))
+        self.columns = torch.where(sees, 0.0, -torch.inf)[:, None].expand(-1, self.prefix)
+        return super().forward(ids, parents, keep=keep)
+
+    def layout(self, parents: list[int], n: int):
+        """Compute positions and mask as CachedLM does, with a column for each prompt token."""
+        positions, mask = super().layout(parents, n)
+        columns = self.columns[None, None].to(self.weight)
+        if isinstance(mask, dict):
+            return positions, {kind: torch.cat([columns, x], 3) for kind, x in mask.items()}
+        return positions, torch.cat([columns, mask], 3)
+
+
+def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int = 5,
+         adapter: str = ADAPTER, tuning: "Tuning | None" = None, sample: Sampler = greedy,
+         log: list | None = None) -> Iterator[list[int]]:
+    """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
     tree:    efficient is the paper's tree, in which only the likeliest candidate of a mask has
              children. full has children below every node. chain is the paper's straightforward
-             decoding, which has one candidate of each mask, and one group of masks, after the root.
-             Without a name the command line's tree has as many nodes as pay on this machine
-    k:       candidates of each mask token in efficient and full trees, 1 or more. Other trees do
-             not read it
+             decoding, which has one candidate of each mask, and one group of masks, after the root
+    k:       candidates of each mask token, 1 or more. A chain has one
     adapter: file of prompt and mask tokens, made by `python bita.py train`
 
     Yields chunks of 1 to M + 1 tokens; logs {"guessed", "accepted", "rows"} a call. They are the
     numbers of candidates, of accepted candidates, and of all rows of the call.
+
+    `tuning` is used instead of the file.
     """
-    if tree not in ("", *TREES):
-        raise InputError(f"--tree must be {', '.join(TREES)}, got {tree}")
-    grows = grow is not None and tree == ""
-    if grows:
-        k = RANKS
-    elif tree == "chain":
+    if tree not in TREES:
+        raise InputError(f"--tree must be {', '.join(TREES)}, got {tree!r}")
+    if tree == "chain":
         k = 1
-    tuning = tuning or target.once(load_tuning, adapter, target.model)
+    tuning = tuning or load_tuning(adapter, target.model)
     masks = tuning.masks.detach().to(target.weight)
-    M = len(masks)  # how many masks a node has after it. `grow` may choose fewer for a call
+    M = len(masks)  # how many masks a node has after it
     embed = target.model.get_input_embeddings()
     rows = list(tuning.prompts.detach().to(target.model.dtype))
     prompt = begin(prompt, target, prefix=rows)
@@ -182,10 +209,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "", k: int = 5,
     candidates = []  # for each mask its k likeliest tokens. The first call has none
     while True:
         # Fig. 5: the candidates become a tree of n real tokens, the root first.
-        if grows:
-            ids, real, M = grow(target, tuning.accept, candidates, root)
-        else:
-            ids, real = build_tree(candidates, root, full=tree == "full")
+        ids, real = build_tree(candidates, root, full=tree == "full")
         n = len(ids)
         # Whichever node is accepted last, the masks after it have looked ahead already. In a chain
         # only the root has masks.
@@ -193,7 +217,7 @@ def bita(target: CachedLM, prompt: list[int], *, tree: str = "", k: int = 5,
         parents = attach_masks(real, owners, M)
         with torch.inference_mode():
             tokens = embed(torch.tensor(ids, device=masks.device))
-            inputs = torch.cat([tokens, masks[:M].repeat(len(owners), 1)])
+            inputs = torch.cat([tokens, masks.repeat(len(owners), 1)])
         sees_prefix = [False] * n + [True] * (len(inputs) - n)  # real tokens never do
         logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
         # Verification: the accepted candidates and the model's own token are final. The rows of
@@ -386,6 +410,7 @@ def save_tuning(path: Path, tuning: Tuning, model) -> None:
     save_trained(path, tuning, model, P=tuning.prompts.shape[3], M=len(tuning.masks))
 
 
+@functools.lru_cache(maxsize=1)  # each prompt asks for it anew
 def load_tuning(path: str, model) -> Tuning:
     """Read a tuning from a file, which `train` made.
 
@@ -426,7 +451,8 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
-    from cli.trees import MaskTrees
-    sys.exit(main([bita], report, commands=[train], shared={"grow": MaskTrees},
-                  ranges={"tree": TREES}))
+    try:
+        from cli.commands import main  # the command line is in cli/, a folder of this project
+    except ModuleNotFoundError:
+        from common import main  # a file that was copied with common.py alone has a small one
+    sys.exit(main([bita], report, commands=[train], ranges={"tree": TREES}))

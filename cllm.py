@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, begin, eos_ids,
-                    greedy, load, require_keys, until, windows_of)
+                    greedy, load, until, windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -339,7 +339,7 @@ def read_examples(path: Path, seed: int) -> tuple[int, list[dict], list[dict]]:
     seed      another seed holds out other answers
     returns   tokens of a block, the examples to train on, and the examples held out
     """
-    from training.loop import SETTINGS
+    from support.settings import SETTINGS
     most = SETTINGS.get().max_length
     try:
         settings, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -376,12 +376,13 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     """
     from support.files import save_model
-    from training.loop import Training, digest, low_precision, require, warm_linear
+    from support.engine import require
+    from training.loop import Training, digest, low_precision, warm_linear
     from training.low_rank import choose_weights, merge_changes
     from support.parts import score_with
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
-    require_keys(model)  # the states of a block share one pass, each with a mask of its own
+    CachedLM(model)  # refuses layers that read no mask: each state in a pass has its own
     n, examples, held_out = read_examples(data, seed)
     rows = len(model.get_input_embeddings().weight)
     largest = max(max(x["prompt"] + x["answer"]) for x in examples + held_out)
@@ -417,6 +418,9 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    try:
+        from cli.commands import main  # the command line is in cli/, a folder of this project
+    except ModuleNotFoundError:
+        from common import main  # a file that was copied with common.py alone has a small one
     sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
                   folders=[train], kept={collect: '{"model": "'}, ranges={"n": (4, 8, 16, 32, 64)}))

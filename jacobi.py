@@ -261,8 +261,12 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
-    from cli.trajectory import show_trajectory
+    try:
+        from cli.main import main  # the command line is in cli/, a folder of this project
+        from cli.trajectory import show_trajectory
+    except ModuleNotFoundError:
+        from common import main  # a file that was copied with common.py alone has a small one
+        show_trajectory = None
     ranges = {"n": (2, 4, 8, 16, 32), "W": (1, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}
     sys.exit(main([jacobi, lookahead, prompt_lookup], report, viewers={jacobi: show_trajectory},
                   ranges=ranges))

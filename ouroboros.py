@@ -342,7 +342,10 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    try:
+        from cli.main import main  # the command line is in cli/, a folder of this project
+    except ModuleNotFoundError:
+        from common import main  # a file that was copied with common.py alone has a small one
     sys.exit(main([ouroboros], report, shared={"pool": PhrasePool}, ranges={
         "gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
         "beta": (3, 4, 5, 6, 7)}))

@@ -217,5 +217,8 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    try:
+        from cli.main import main  # the command line is in cli/, a folder of this project
+    except ModuleNotFoundError:
+        from common import main  # a file that was copied with common.py alone has a small one
     sys.exit(main([speculative], report, ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)}))

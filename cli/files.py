@@ -1,4 +1,4 @@
-"""This file reads files of prompts, and of prompts with answers; argparse prints what is wrong."""
+"""This file reads files of prompts; argparse prints what is wrong with them."""
 import json
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -24,18 +24,6 @@ def read_rows(path: str | Path) -> list[dict]:
     raises   ArgumentTypeError for a line without a prompt
     """
     return read_lines(path, parse_row, "a file of prompts, one a line or JSON lines, in UTF-8")
-
-
-def read_pairs(path: str | Path) -> list[dict]:
-    """Read a file of prompts with answers, JSON lines; argparse takes this function as a type.
-
-    path     the file. A line is {"prompt", "answer"}, both texts or both lists of token ids, or
-             {"messages"}, of which the last one is the assistant's, and which may come with
-             {"tools"}
-    returns  the dictionary of each line, as `read_lines` does
-    raises   ArgumentTypeError for a line that is none of these
-    """
-    return read_lines(path, parse_pair, 'lines of {"prompt", "answer"} or {"messages"}')
 
 
 def read_lines(path: str | Path, parse: Callable, expected: str) -> list[dict]:
@@ -69,23 +57,3 @@ def parse_row(line: str) -> dict:
     if not isinstance(prompt, str) or not prompt:
         raise ValueError('no text under "prompt", "question" or "turns"')
     return row | {"prompt": prompt}
-
-
-def parse_pair(line: str) -> dict:
-    """Return what a line says; an error unless it has a prompt with an answer, or messages."""
-    row = json.loads(line.strip())
-    messages = row.get("messages")
-    if messages is not None:
-        kinds = {type(message.get("content")) for message in messages}
-        ends = messages[-1]["role"] == "assistant"
-        if len(messages) < 2 or not ends or not kinds <= {str, type(None)}:
-            raise ValueError('messages are not two or more of {"role", "content"}, of which the '
-                             "last one is the assistant's")
-        return row
-    prompt, answer = row["prompt"], row["answer"]
-    kinds = {type(prompt), type(answer)}
-    are_texts = kinds == {str}
-    are_ids = kinds == {list} and {type(token) for token in prompt + answer} == {int}
-    if not prompt or not answer or not (are_texts or are_ids):
-        raise ValueError("prompt and answer are not both texts or both token ids, or one is empty")
-    return row

@@ -26,10 +26,9 @@ import time
 import torch
 import torch.nn.functional as F
 
-from cli.run import TimedLM
 from common import InputError, KVCache
+from support.engine import EngineLM
 from support.files import shorten
-from support.layers import FeatureLM
 
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # rows of the passes that are captured
@@ -97,7 +96,7 @@ class StaticCache(KVCache):
         return self.layers[layer]
 
 
-class GraphedLM(TimedLM):
+class GraphedLM(EngineLM):
     """Be a CachedLM whose passes are captured, once for each shape, and then replayed.
 
     captured         the graphs, by the number of slots, by the taps, and by the shape of their
@@ -142,8 +141,6 @@ class GraphedLM(TimedLM):
             run = self.captured[name]
         logits, features = run(*tensors)
         self.features = features[:n].clone()
-        if logits.is_cuda:
-            torch.cuda.synchronize()
         return logits[:, n - keep:n].clone()
 
     def graph_of(self, tensors: tuple):
@@ -168,6 +165,6 @@ class GraphedLM(TimedLM):
         """
         self.cache.written = written
         mask = dict(zip(self.windows, masks)) if len(masks) > 1 else masks[0]
-        logits = FeatureLM.run_model(self, inputs, positions, mask, inputs.shape[1])
+        logits = EngineLM.run_model(self, inputs, positions, mask, inputs.shape[1])
         self.cache.written = None
         return logits, self.features

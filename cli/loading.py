@@ -1,36 +1,24 @@
 """Tells which file of a model is at fault when loading fails, and runs chat templates.
 
-`common.load` says what transformers says. The functions here look at a directory that could not be
-loaded, so that its user learns which file is wrong and what to do about it."""
-from argparse import Namespace
-from datetime import datetime
+`load` of support/engine.py says what transformers says. The functions here look at a directory that
+could not be loaded, so that its user learns which file is wrong and what to do about it."""
 from functools import partial
 from os.path import commonprefix
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from transformers.utils import chat_template_utils
 
-import support.recurrent  # noqa: F401  (it adds the cache of recurrent layers to common.py's)
-from common import InputError, eos_ids, load
+from common import InputError
+from support.engine import load
 from support.files import check_file, explain_errors, read_json, shorten
-from support.parts import refuse_integers
-from training.loop import Pair
-
-# The date that chat templates write into what a command learns from. With the date of the day a
-# training that was stopped would have other prompts on the next day, and would begin anew.
-DATE = datetime(2024, 7, 26)
-
 
 # --------------------------------------------------------------------------------- the files
 
 def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     """Load a model and its tokenizer, and say in one line which file is wrong where one is.
 
-    path, device, dtype   as `common.load` takes them
+    path, device, dtype   as `load` takes them
     returns               the model and its tokenizer; InputError for what cannot be used
     """
     folder = Path(path)
@@ -42,9 +30,7 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
             if not try_to_load_from_cache(path, "config.json"):
                 get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
     try:
-        model, tokenizer = load(path, device, dtype)
-        refuse_integers(model, path)
-        return model, tokenizer
+        return load(path, device, dtype)
     except InputError as error:
         found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
         if not found:
@@ -127,87 +113,3 @@ def open_chat(tokenizer) -> list[int]:
     # Two texts with no letter in common show where the words of a user begin.
     before = commonprefix([fill_template(tokenizer, text) for text in ("one", "Two")])
     return tokenizer.encode(before, add_special_tokens=False)
-
-
-def encode_data(model, tokenizer, args: Namespace) -> tuple[list[list[int]], list[Pair] | None]:
-    """Turn what a command learns from into token ids: --prompts, or --data where it is given.
-
-    args      the parsed command line
-    returns   token ids of the prompts, and the pairs of --data
-    """
-    rows = getattr(args, "data", None)
-    # `strftime_now` of templates asks this name for the date.
-    with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: DATE)):
-        if rows is None:
-            return encode_prompts(model, tokenizer, args.prompts, args.chat), None
-        pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
-    return [prompt for prompt, _ in pairs], pairs
-
-
-def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
-    """Turn a line of --data into token ids; InputError that names the line if it cannot be used.
-
-    row      what `read_pairs` returned for the line
-    chat     whether a prompt is put into the chat template. Messages always are
-    returns  token ids of the prompt and of the answer. The answer of a text ends with its first
-             token that ends an answer, or else with the tokenizer's EOS
-    """
-    prompt, answer, messages = (row.get(name) for name in ("prompt", "answer", "messages"))
-    rows, eos = len(model.get_input_embeddings().weight), eos_ids(model, tokenizer)
-    try:
-        if messages is None and chat and isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt},
-                        {"role": "assistant", "content": answer}]
-        if messages is not None:
-            prompt, answer = render_pair(tokenizer, messages, row.get("tools"))
-        if isinstance(prompt, str):
-            prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
-            if tokenizer.eos_token_id is None:
-                raise ValueError("the tokenizer has no EOS, with which an answer of text ends")
-            answer = [*answer, tokenizer.eos_token_id]
-            end = next(i for i, token in enumerate(answer, 1) if token in eos)
-            answer = answer[:end]
-        if not prompt or not answer or min(prompt + answer) < 0 or max(prompt + answer) >= rows:
-            raise ValueError(f"it has no tokens, or others than those from 0 to {rows - 1}")
-    except Exception as error:  # a template and a tokenizer raise errors of any kind
-        raise InputError("--data must hold texts that the model's tokenizer takes, got "
-                         f"{row['where']}: {shorten(error)}") from error
-    return prompt, answer
-
-
-def split_texts(tokenizer, prompt: str, answer: str, special: bool) -> Pair:
-    """Turn a prompt and the answer that follows it into token ids.
-
-    special  whether the tokenizer adds its special tokens before the prompt
-    """
-    ids, whole = (tokenizer.encode(text, add_special_tokens=special)
-                  for text in (prompt, prompt + answer))
-    # Some tokenizers put a blank before a text. So the answer is taken out of the whole, unless a
-    # token is of both.
-    if whole[:len(ids)] == ids:
-        return ids, whole[len(ids):]
-    return ids, tokenizer.encode(answer, add_special_tokens=False)
-
-
-def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[str, str]:
-    """Run the chat template on messages that end with one of the assistant.
-
-    tools    what the assistant may call
-    returns  the text up to the answer, and the answer with all that the template adds to it
-    raises   ValueError where the template leaves out a text of the answer, or begins answers in two
-             ways. What it leaves out of the messages before, it leaves out of a prompt as well
-    """
-    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
-    whole = render(messages)
-    opened = render(messages[:-1], add_generation_prompt=True)
-    prompt = commonprefix([opened, whole])
-    # Some templates open a thought for the model, and write answers without their thoughts.
-    begin = opened.removeprefix(prompt)
-    if begin and "think" not in begin:
-        raise ValueError(f"the chat template begins answers with {begin!r}, but not this one")
-    answer = whole[len(prompt):]
-    letters = "".join(answer.split())  # some templates change blanks
-    for name, value in messages[-1].items():
-        if name != "role" and isinstance(value, str) and "".join(value.split()) not in letters:
-            raise ValueError(f"the chat template leaves out {name!r}")
-    return prompt, answer

@@ -4,8 +4,7 @@ A method file ends in `main([its methods], report, …)`, and every other script
 `run_script(its main)`, so that all of them end alike. Text goes to stdout. Figures and messages go
 to stderr.
 
-Read this file from its end. There `main` hands the command line to `perform`. If a method is asked
-for, these do the work:
+Read this file from its end. There `main` hands the command line to `perform`. These do the work:
 
     parse_decoding   makes options of the methods' keyword arguments, and parses them (options.py)
     Session          loads the models that the method takes, and encodes the prompts (loading.py)
@@ -28,18 +27,15 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.graphs import GraphedLM
-from cli.loading import encode_data, encode_prompts, load_checked
-from cli.options import MODELS, parse_command, parse_decoding, read_options, select_options
-from cli.run import Run, TimedLM, count_guesses, doubt_head
+from cli.loading import encode_prompts, load_checked
+from cli.options import MODELS, parse_decoding, read_options, select_options
+from cli.run import Run, count_guesses, doubt_head, kind_for
 from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import Trace, make_page
-from common import (InputError, KVCache, Sampler, autoregressive, check, context_length, eos_ids,
-                    make_cache)
+from common import InputError, KVCache, Sampler, autoregressive, context_length, eos_ids
+from support.engine import EngineLM, check, make_cache, require, vocab_size
 from support.files import check_result, shorten, write_text
-from support.layers import vocab_size
 from support.packed import pack
-from support.parts import require
-from training.loop import Settings, use_settings
 
 
 @dataclass
@@ -51,10 +47,7 @@ class Extras:
     shared    for an argument of methods, the function that makes what all prompts of a run share
     ranges    for an option, the values that --tune tries
     target    the default target, a folder of models/
-    commands  functions that train, collect or measure: `python FILE.py NAME …` calls one of them
-    folders   those of the commands whose --out is a folder, and not a file
-    kept      for a command that goes on with its --out after a stop, a pattern of how this file
-              begins
+    commands  functions that train, collect or measure, which --help names (commands.py)
     graphs    whether the methods can run by CUDA graphs
     """
     lossy: Container = ()
@@ -63,8 +56,6 @@ class Extras:
     ranges: dict[str, list] = field(default_factory=dict)
     target: str = "target"
     commands: tuple = ()
-    folders: Container = ()
-    kept: dict[Callable, str] = field(default_factory=dict)
     graphs: bool = True
 
 
@@ -128,7 +119,7 @@ class Session:
                        for name, (model, _) in models.items()}
         target, tokenizer = models["target"]
         self.on_gpu = target.device.type == "cuda"
-        self.run_as = TimedLM
+        self.run_as = EngineLM
         graphs = args.graphs
         if graphs is None:
             graphs = self.on_gpu and extras.graphs
@@ -148,6 +139,10 @@ class Session:
             raise InputError("expected prompts that are shorter than the context of "
                              f"{self.context} tokens, got {longest}")
         require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
+        heat = args.temperature
+        require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
+        require(args.top_k >= 0, "top_k", "0 or more", args.top_k)
+        require(1e-30 <= args.top_p <= 1, "top_p", "1e-30 to 1", args.top_p)
 
     def start_run(self, method, options: dict) -> Run:
         """Make a run of a method, with fresh caches of the models that the method takes.
@@ -156,8 +151,11 @@ class Session:
         options  the method's own options that were given
         """
         takes = signature(method).parameters
-        lms = {name: self.run_as(model, vocab_size(model, self.tokenizers[name]))
-               for name, model in self.models.items() if name == "target" or "draft" in takes}
+        names = [name for name in self.models if name == "target" or "draft" in takes]
+        kinds = {"target": kind_for(method, self.run_as)}
+        lms = {name: kinds.get(name, self.run_as)(
+            self.models[name], vocab_size(self.models[name], self.tokenizers[name]))
+            for name in names}
         filled = {name: make() for name, make in self.shared.items()}
         filled |= {"eos": self.eos, "tokenizers": [*self.tokenizers.values()],
                    "more_drafts": [*lms.values()][2:]}
@@ -279,35 +277,8 @@ def record_trace(session: Session, path: Path) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform_command(command, argv: list[str], extras: Extras) -> int | None:
-    """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
-
-    argv     the command line after the command's name
-    extras   what the file adds to its methods
-    returns  the exit status, or nothing if all went well
-    """
-    args = parse_command(command, argv)
-    options = select_options(args, command)
-    settings = select_options(args, Settings)
-    if "out" in options:
-        check_result("out", options["out"], extras.kept.get(command, ""), command in extras.folders)
-        require(options.get("work") != options["out"], "work", "another place than --out",
-                repr(str(options["out"])))
-    model, tokenizer = load_model(args.target, args)
-    if "prompts" in args:
-        options["prompts"], settings["pairs"] = encode_data(model, tokenizer, args)
-    with use_settings(Settings(**settings)):
-        return command(model, tokenizer, **options)
-
-
 def perform(methods: list, report, argv: list[str], extras: Extras) -> int | None:
-    """Do what a command line says: a command if its first word names one, else a decoding.
-
-    A decoding answers prompts with one of the methods, or tunes the method's options.
-    """
-    for command in extras.commands:
-        if argv and argv[0] == command.__name__:
-            return perform_command(command, argv[1:], extras)
+    """Do what a command line says: answer prompts with a method, or tune the method's options."""
     args = parse_decoding(methods, extras.commands, extras.target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
     if args.trace:

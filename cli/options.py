@@ -20,11 +20,10 @@ from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
 from typing import Iterable
 
-from cli.files import read_pairs, read_prompts
+from cli.files import read_prompts
 from cli.text import Parser
 from common import InputError
-from support.parts import MODELS, require
-from training.loop import Settings
+from support.engine import MODELS, require
 
 # The annotations of keyword arguments that are options, and how argparse reads each of them
 KINDS = {bool: {"action": BooleanOptionalAction},
@@ -102,24 +101,16 @@ def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
     return parser
 
 
-def add_prompt_options(parser: ArgumentParser, trains: bool = False) -> None:
-    """Add the options of prompts in a file.
-
-    trains    whether a file of prompts with answers can take the place of the prompts
-    """
+def add_prompt_options(parser: ArgumentParser):
+    """Add the options of prompts in a file; return the group, in which only one may be given."""
     files = parser.add_mutually_exclusive_group()
     files.add_argument(
         "--prompts", type=read_prompts, metavar="FILE",
         default=f"{MODELS}/examples.jsonl",
         help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
-    if trains:
-        files.add_argument(
-            "--data", type=read_pairs, metavar="FILE",
-            help='learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", '
-                 '"answer": "..."} on a line, both texts or both lists of token ids, or '
-                 '{"messages": [...]}, of which the assistant\'s last one is the answer')
     parser.add_argument("--chat", action="store_true",
                         help="put each prompt into the model's chat template")
+    return files
 
 
 def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
@@ -175,20 +166,6 @@ def add_own_options(parser: ArgumentParser, functions: list) -> None:
         added |= {*options}
 
 
-def is_training(command) -> bool:
-    """Tell whether a command trains in steps, so that it has the options of Settings too."""
-    return {"steps", "lr"} <= {*read_options(command)}
-
-
-def parse_command(command, argv: list[str]) -> Namespace:
-    """Parse the command line of a command, such as `train`, which may take prompts or not."""
-    parser = make_parser(command, [f"{command.__name__} [options]"], "target")
-    if "prompts" in signature(command).parameters:
-        add_prompt_options(parser, is_training(command))
-    add_own_options(parser, [command, Settings] if is_training(command) else [command])
-    return parser.parse_args(argv)
-
-
 def parse_decoding(methods: list, commands: Iterable, target: str, argv: list[str]) -> Namespace:
     """Parse the command line of a decoding, which may have options of any of the methods.
 
@@ -203,14 +180,14 @@ def parse_decoding(methods: list, commands: Iterable, target: str, argv: list[st
     return parser.parse_args(argv)
 
 
-def select_options(args: Namespace, function, others: Iterable = ()) -> dict:
+def select_options(args: Namespace, function, others: Iterable = (), ranges: dict = {}) -> dict:
     """Return the function's own options that were given.
 
     args     what was parsed
     others   functions of the same file, whose options are parsed too
+    ranges   ranges that count where the function's docstring says none, as `read_ranges` finds them
     returns  a value for each of these options. InputError for an option of another function, and
-             for a value outside the range that the docstring says. If it says none, the range in
-             the docstring of Settings counts
+             for a value outside its range
     """
     own = read_options(function)
     for other in others:
@@ -218,7 +195,7 @@ def select_options(args: Namespace, function, others: Iterable = ()) -> dict:
             if name in args and name not in own:
                 raise InputError(f"{write_option(name)} is no option of {function.__name__}")
     given = {name: vars(args)[name] for name in own if name in args}
-    for name, words in (read_ranges(Settings) | read_ranges(function)).items():
+    for name, words in (ranges | read_ranges(function)).items():
         if name in given:
             require(fits(given[name], words), name, words, given[name])
     return given

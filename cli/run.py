@@ -2,58 +2,24 @@
 import time
 from inspect import signature
 from os.path import commonprefix
-from typing import Callable, Iterator
+from typing import Iterator
 
 from common import Sampler, until
-from support.layers import FeatureLM
-
-import torch
+from support.engine import EngineLM
 
 FIRST = 64  # tokens of an answer by which a head is doubted
 ENOUGH = 16  # guesses that must have been tried for that
 
 
-class TimedLM(FeatureLM):
-    """Be a CachedLM that knows how long things took, on a GPU as well.
+def kind_for(method, run_as: type[EngineLM]) -> type[EngineLM]:
+    """Return the kind of CachedLM that a method's target runs as.
 
-    It is a FeatureLM, because some methods read features (support/layers.py).
-
-    Each pass waits for the GPU, or it would end before the GPU does.
-
-    rows             of all calls
-    seconds          of all calls
-    prompt_seconds   of all passes that are no calls, as those over prompts
-    setup_seconds    of what `once` made: of files that are read
+    method   the method. bita.py, for one, asks for a target of its own kind, a PrefixLM
+    run_as   what any model runs as
+    returns  `run_as`, with all that the method's own kind adds
     """
-
-    def __init__(self, model, vocab: int | None = None):
-        super().__init__(model, vocab)
-        self.setup_seconds = 0.0
-
-    @property
-    def rows(self) -> int:
-        return sum(rows for rows, read, _ in self.passes if read)
-
-    @property
-    def seconds(self) -> float:
-        return sum(seconds for _, read, seconds in self.passes if read)
-
-    @property
-    def prompt_seconds(self) -> float:
-        return sum(seconds for _, read, seconds in self.passes if not read)
-
-    def run_model(self, *args):
-        logits = super().run_model(*args)
-        if logits.is_cuda:
-            torch.cuda.synchronize()
-        return logits
-
-    def once(self, make: Callable, *args, **options):
-        before, began = self.setup_seconds, time.perf_counter()
-        made = super().once(make, *args, **options)
-        # A `make` that calls `once` itself has added its time already, so it counts once.
-        self.setup_seconds = before + time.perf_counter() - began
-        return made
+    own = method.__annotations__.get("target", run_as)
+    return run_as if issubclass(run_as, own) else type(own.__name__, (own, run_as), {})
 
 
 def guesses_of(record: dict) -> int:
@@ -121,7 +87,7 @@ class Run:
     seconds  the time of decoding, all but the set-up: the reading of files
     """
 
-    def __init__(self, method, models: dict[str, TimedLM], options: dict, eos: set[int]):
+    def __init__(self, method, models: dict[str, EngineLM], options: dict, eos: set[int]):
         self.method = method
         self.models = models
         self.options = options

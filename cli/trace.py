@@ -41,8 +41,7 @@ from unittest.mock import patch
 import torch
 
 from cli.text import split_text
-from common import CachedLM
-from support.layers import depth_of
+from support.engine import EngineLM, depth_of
 
 PAGE = Path(__file__).with_name("trace.html")
 PATCHED = ("forward", "commit", "truncate")
@@ -66,7 +65,7 @@ class Recorder:
 
         A note gets the model, the method's first argument, its result, and when it began and ended.
         """
-        original, note = getattr(CachedLM, name), getattr(self, f"note_{name}")
+        original, note = getattr(EngineLM, name), getattr(self, f"note_{name}")
 
         def recorded(lm, given, *args, **options):
             given = given if isinstance(given, (int, torch.Tensor)) else [*given]
@@ -80,8 +79,8 @@ class Recorder:
         return recorded
 
     def wrap_once(self) -> Callable:
-        """Return what takes the place of `CachedLM.once`, whose calls are not written down."""
-        original = CachedLM.once
+        """Return what takes the place of `EngineLM.once`, whose calls are not written down."""
+        original = EngineLM.once
 
         def once(*given, **options):
             self.loading += 1
@@ -134,7 +133,7 @@ def embed_all(embed: torch.nn.Module) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def find_tokens(lm: CachedLM, ids) -> list[int]:
+def find_tokens(lm: EngineLM, ids) -> list[int]:
     """Return the tokens of rows.
 
     ids      token ids, or embeddings [n, d]: those of a token are found in the model's table, and
@@ -166,7 +165,7 @@ class Trace:
         self.runs.append(record)
         logged = len(run.log)
         wrapped = {name: recorder.wrap(name) for name in PATCHED} | {"once": recorder.wrap_once()}
-        with patch.multiple(CachedLM, **wrapped):
+        with patch.multiple(EngineLM, **wrapped):
             for chunk in chunks:
                 calls = recorder.take_calls()
                 if not record["rounds"]:  # a round ends with a call of the model that verifies

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from hybrid.guessers import FLOOR, GUESSES, Trained
 from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
-from support.layers import FeatureLM, depth_of, tap_widths, vocab_size
-from support.parts import MODELS, save_facts, score_with
+from support.engine import EngineLM, MODELS, depth_of, vocab_size
+from support.layers import tap_widths
+from support.parts import save_facts, score_with
 from support.released import some_weights
 from survey.eagle import Pairs
 from survey.recycling import Successors
@@ -32,7 +33,7 @@ LIKELY = 0.1  # the least chance of a token that does not end a round of `replay
 
 
 @torch.inference_mode()
-def replay_answers(lm: FeatureLM, data: list[tuple], store: Datastore,
+def replay_answers(lm: EngineLM, data: list[tuple], store: Datastore,
                    parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[dict]]]:
     """Ask n-grams and trained parts before each token of answers, as decoding would.
 
@@ -208,7 +209,7 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     begins = {as_text(answer[:few]) for _, answer in data}
     texts = load_datastore(datastore, model).text.split(BOUNDARY)
     store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
-    lm = FeatureLM(model, vocab_size(model, tokenizer))
+    lm = EngineLM(model, vocab_size(model, tokenizer))
     parts = {}
     for kind in GUESSES[1:]:
         path = Path(adapters) / f"{kind}.safetensors"

@@ -8,10 +8,10 @@ take more time than they save beside n-grams.
 """
 import math
 
-from common import CachedLM, KVCache
+from common import KVCache
 from support.clock import rank_tokens
-from support.layers import FeatureLM, depth_of
-from support.parts import MODELS, load_facts, logits_of, require
+from support.engine import EngineLM, MODELS, depth_of, require
+from support.parts import load_facts, logits_of
 from support.released import is_head
 from survey.dflash import load_draft, run_block
 from survey.eagle import Pairs
@@ -42,7 +42,7 @@ class Trained:
     logits   [depth, V'] of this round's pass. Row k guesses after k guesses. None: no pass yet
     """
 
-    def __init__(self, target: FeatureLM, kind: str, path: str):
+    def __init__(self, target: EngineLM, kind: str, path: str):
         model = target.model
         self.embed = model.get_input_embeddings()
         self.vocab = target.vocab
@@ -104,7 +104,7 @@ class Trained:
         return self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
 
 
-def load_guesser(target: CachedLM, guess: str, adapter: str, facts: dict,
+def load_guesser(target: EngineLM, guess: str, adapter: str, facts: dict,
                  trust: str) -> Trained | None:
     """Load the trained part that guesses. InputError unless the trust was fitted for this part.
 

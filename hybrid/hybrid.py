@@ -61,8 +61,7 @@ from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
 from support.clock import MOST, Clock
-from support.layers import FeatureLM
-from support.parts import MODELS, require
+from support.engine import EngineLM, MODELS, require
 from survey.eagle import Pairs
 from survey.recycling import Successors
 from survey.rest import DATASTORE, as_text, as_tokens, load_datastore
@@ -135,7 +134,7 @@ def price_row(clock: Clock, recent: deque) -> float:
     return (row + growing) * tokens / max(seconds, 1e-9)
 
 
-def hybrid(target: FeatureLM, prompt: list[int], *, guess: str = "dflash", nodes: int = 0,
+def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes: int = 0,
            adapter: str = "", datastore: str = DATASTORE, trust: str = f"{MODELS}/hybrid.json",
            successors: Successors | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
@@ -200,6 +199,6 @@ def report(run) -> str:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([hybrid], report, commands=[fit], ranges={"guess": GUESSES},
                   shared={"successors": Successors}))

@@ -43,17 +43,16 @@ from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
-from cli.run import Run, TimedLM, guesses_of  # noqa: E402
+from cli.run import Run, guesses_of, kind_for  # noqa: E402
 from cli.text import Parser  # noqa: E402
-from cli.trees import MaskTrees  # noqa: E402
-from common import InputError, Sampler, check, context_length, eos_ids  # noqa: E402
+from common import InputError, Sampler, context_length, eos_ids  # noqa: E402
 from models import tasks  # noqa: E402
 from ouroboros import PhrasePool  # noqa: E402
 from results.tables import TABLES  # noqa: E402
 from hybrid.hybrid import GUESSES  # noqa: E402
+from support.engine import EngineLM, check, depth_of, vocab_size  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
 from support.files import check_result  # noqa: E402
-from support.layers import depth_of, vocab_size  # noqa: E402
 from support.packed import pack  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 
@@ -83,18 +82,16 @@ class Ours:
     The prompts of a round share a pool of phrases, and each round begins with an empty one.
     """
 
-    def __init__(self, method, models: dict[str, TimedLM], limit: int, eos: set[int],
+    def __init__(self, method, models: dict[str, EngineLM], limit: int, eos: set[int],
                  sample: Sampler, **options):
         self.method, self.models, self.limit, self.eos = method, models, limit, eos
         self.sample, self.options = sample, options
-        self.grow = MaskTrees()  # what it has learnt of this machine, it keeps
         self.new_round()
 
     def new_round(self) -> None:
         """Make what the prompts of the next round share, such as a pool of phrases."""
         takes = inspect.signature(self.method).parameters
-        made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos,
-                "grow": self.grow}
+        made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos}
         self.shared = {name: x for name, x in made.items() if name in takes}
 
     def start_run(self) -> Run:
@@ -219,7 +216,7 @@ class Bench:
         for option in "n", "rounds", "max_new_tokens":
             require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
         self.args, self.tokenizer = args, None
-        self.run_as = GraphedLM if args.graphs else TimedLM
+        self.run_as = GraphedLM if args.graphs else EngineLM
         if args.draft is None and args.target == EMBEDDED:
             args.draft = str(ROOT / "models/draft")
         models = [self.load(path) for path in (args.target, args.draft) if path]
@@ -268,10 +265,10 @@ class Bench:
             check(model, functools.partial(GraphedLM, waits=False))  # once more, by replays
         return pack(model) if self.args.pack else model
 
-    def cache(self, path: str) -> TimedLM:
-        """Give a model a cache of its own."""
+    def cache(self, path: str, kind: type[EngineLM] | None = None) -> EngineLM:
+        """Give a model a cache of its own, as the kind of CachedLM that a method asks for."""
         model = self.load(path)
-        return self.run_as(model, vocab_size(model, self.tokenizer))
+        return (kind or self.run_as)(model, vocab_size(model, self.tokenizer))
 
     def row(self, line: str) -> Ours:
         """Build the method that a command line names, as a user's own command would run it.
@@ -290,7 +287,7 @@ class Bench:
             usual.append(f"--target={own.target}")
         # Of an option that is given twice the last value counts, so the line's own ones win.
         args = parse_decoding([method], (), "cllm", usual + words)
-        lms = {"target": self.cache(args.target)}
+        lms = {"target": self.cache(args.target, kind_for(method, self.run_as))}
         given = self.find_files(method, select_options(args, method))
         if "nodes" in read_options(method):
             given.setdefault("nodes", own.nodes)

@@ -39,10 +39,9 @@ import memory  # it sets the path for what follows
 from bench import (ALL, ROOT, Bench, Parser, Results, build_peers, keep_fitting, parser_of,
                    run_script)
 from cli.graphs import WIDTHS, GraphedLM
-from cli.run import TimedLM
 from common import autoregressive, greedy, until
+from support.engine import EngineLM, list_layers
 from support.files import check_result, shorten, write_text
-from support.layers import list_layers
 
 SHARDS = 8  # processes that share the tests
 KINDS = [("float32", "graphs"), ("bfloat16", "graphs"), ("float32", "eager"), ("bfloat16", "eager")]
@@ -134,7 +133,7 @@ def sizes(args):
             row = {str(n): 1000 * seconds_of(lambda: (lm.forward([7] * n), lm.truncate(lm.length)))
                    for n in WIDTHS[:7]}
             return row | {"GB/s of 1": 2 * read / row["1"] / 1e6}
-        for how, run_as in ("eager", TimedLM), ("graphs", GraphedLM):
+        for how, run_as in ("eager", EngineLM), ("graphs", GraphedLM):
             yield f"{name}, {how}", try_row(measure, run_as)
         del model
         gc.collect()
@@ -180,10 +179,10 @@ def python(args):
     lm.start(bench.pairs[0][1] + tokens[:-1])  # from here on the model serves this step
     logits = lm.forward(tokens[-1:])
     lm.truncate(lm.length)
-    positions, mask = lm.layout([-1], [False])
+    positions, mask = lm.layout([-1], 1)
     inputs = torch.tensor([tokens[-1:]], device=lm.weight.device)
     parts = {"a call": lambda: (lm.forward([7]), lm.truncate(lm.length)),
-             "its mask and positions": lambda: lm.layout([-1], [False]),
+             "its mask and positions": lambda: lm.layout([-1], 1),
              "its pass, with what is copied in and out": lambda: lm.run_model(
                  inputs, positions, mask, 1),
              "the choice of a token": lambda: greedy(logits)}

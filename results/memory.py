@@ -38,8 +38,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench import Parser, run_script  # it sets the path for what follows
 import bita
-from cli.options import parse_command, select_options
-from common import InputError, check
+from cli.commands import parse_command
+from cli.options import select_options
+from common import InputError
+from support.engine import check
 from survey import eagle, eagle3, early_exit, layerskip, masks, medusa
 from support import files, parts
 from training import acceptance, loop as training

@@ -27,7 +27,7 @@ import itertools
 import time
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import CachedLM
+from support.engine import EngineLM
 
 import torch
 
@@ -132,7 +132,7 @@ class Clock:
     steps     the Costs of steps of the guessing by their rows, with all else in a round
     """
 
-    def __init__(self, lm: CachedLM, draft: CachedLM | None = None, of=None):
+    def __init__(self, lm: EngineLM, draft: EngineLM | None = None, of=None):
         slope = SLOPES.get(lm.weight.device.type, SLOPES["cuda"])
         self.lm, self.calls, self.steps = lm, Costs(slope), Costs(slope)
         for rows, _, seconds in draft.passes if draft else ():

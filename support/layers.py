@@ -1,14 +1,14 @@
 """This file takes a model apart: it reads, splits and copies its layers.
 
-    taps     what enters some layers is kept, for a draft to read. FeatureLM is the CachedLM for it
+    taps     which layers a draft reads. EngineLM (engine.py) keeps what enters them
     views    a model of its own that has only some of the layers, and copies no weights
     layers   some layers are copied into a smaller model, to be trained, saved and loaded
 """
 import copy
-from contextlib import ExitStack, contextmanager
-from typing import Callable, Iterable
+from typing import Iterable
 
-from common import CachedLM, InputError
+from common import InputError
+from support.engine import EngineLM, depth_of, list_layers, name_of
 from support.files import explain_errors
 
 import torch
@@ -19,39 +19,6 @@ from transformers import AutoModelForCausalLM
 NUMBERS = ("mlp_only_layers", "moe_layers")  # lists of the numbers of some layers
 # How many of a model's first layers are of one kind:
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-
-
-def depth_of(model) -> int:
-    """Count a model's layers."""
-    return model.config.get_text_config().num_hidden_layers
-
-
-def vocab_size(model, tokenizer) -> int:
-    """Count the logits of a model that stand for tokens: those up to the largest id.
-
-    The number of the tokenizer's entries would be too small where ids have gaps.
-    """
-    return min(len(model.get_output_embeddings().weight), 1 + max(tokenizer.get_vocab().values()))
-
-
-def name_of(module: torch.nn.Module, fits: Callable,
-            expected: str = "a decoder of layers with a norm after the last") -> str:
-    """Find the name of the first child of a module that fits.
-
-    fits      fits(child) says whether a child is the wanted one
-    expected  what the InputError says was expected, if no child fits
-    returns   the name
-    """
-    for name, child in module.named_children():
-        if fits(child):
-            return name
-    raise InputError(f"expected {expected}")
-
-
-def list_layers(model) -> torch.nn.ModuleList:
-    """Return the list of a model's decoder layers. InputError if there is none."""
-    decoder = model.get_decoder()
-    return decoder._modules[name_of(decoder, lambda x: isinstance(x, torch.nn.ModuleList))]
 
 
 def name_norm(decoder: torch.nn.Module) -> str:
@@ -66,17 +33,6 @@ def share_weights(model):
     returns  a model with the same weights, whose modules can be changed and replaced
     """
     return copy.deepcopy(model, {id(x): x for x in [*model.parameters(), *model.buffers()]})
-
-
-# -------------------------------------------------------------------------------------------- taps
-# A tap is the number of the layer whose input is kept for a draft to read. The number of all layers
-# is the tap of what the LM head reads. Here taps 2, 3 and 6 of a model of six layers are read:
-#
-#     tokens ── 0 ── 1 ─┬─ 2 ─┬─ 3 ── 4 ── 5 ── norm ─┬─ LM head
-#                       │     │                       │
-#                     tap 2  tap 3                  tap 6          joined: [n, 3h]
-#
-# Hooks keep what is tapped, and hang on the model only during a pass of the CachedLM that asks.
 
 
 def choose_taps(model) -> list[int]:
@@ -115,63 +71,6 @@ def tap_widths(model, taps: list[int]) -> list[int]:
     L, inside = depth_of(model), model.config.get_text_config().hidden_size
     last = model.get_output_embeddings().weight.shape[1]
     return [inside if i < L else last for i in taps]
-
-
-@contextmanager
-def tap_layers(model, taps: list[int] | None, seen: list):
-    """Keep what enters some layers in every pass of a model, until the `with` block ends.
-
-    model   the target
-    taps    numbers of layers, in ascending order. The number of all layers stands for what the LM
-            head reads, and so does None
-    seen    a list, which grows by one tensor [B, n, h] for each of `taps` in every pass
-    """
-    def keep_input(module, args, kwargs) -> None:
-        seen.append(args[0] if args else kwargs["hidden_states"])
-
-    def keep_output(module, args, output) -> None:
-        seen.append(output[0])
-
-    with ExitStack() as hooks:
-        for i in taps or [depth_of(model)]:
-            if i < depth_of(model):
-                layer = list_layers(model)[i]
-                hook = layer.register_forward_pre_hook(keep_input, with_kwargs=True)
-            else:
-                hook = model.get_decoder().register_forward_hook(keep_output)
-            hooks.enter_context(hook)
-        yield
-
-
-class FeatureLM(CachedLM):
-    """Be a CachedLM that keeps what the LM head read, or what enters some layers.
-
-    features   [n, d], of the rows of the last call. After `start`: of all tokens of the text
-    taps       numbers of layers, whose inputs are the features, as `start` is given them. None:
-               the features are what the LM head read
-    """
-    taps = None
-    parts = None  # the features of each part of a text that `start` reads. None: it does not run
-
-    def start(self, ids: list[int], prefix: list[tuple] = (), taps: list[int] | None = None):
-        self.taps = taps
-        self.parts = []
-        super().start(ids, prefix)
-        self.features = torch.cat(self.parts) if self.parts else self.weight[:0]  # no token yet
-        self.parts = None
-
-    def forward(self, *args, **options) -> torch.Tensor:
-        logits = super().forward(*args, **options)
-        if self.parts is not None:
-            self.parts.append(self.features)
-        return logits
-
-    def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
-        seen = []
-        with tap_layers(self.model, self.taps, seen):
-            logits = super().run_model(inputs, positions, mask, keep)
-        self.features = torch.cat(seen, -1)[0]
-        return logits
 
 
 # ------------------------------------------------------------------------------------------- views
@@ -222,7 +121,7 @@ def view(model, first: int, last: int, adapter: torch.nn.Module | None = None):
     return new
 
 
-def split_layers(target: CachedLM, E: int, adapter: torch.nn.Module | None = None):
+def split_layers(target: EngineLM, E: int, adapter: torch.nn.Module | None = None):
     """Split a model into two views, and check that one after the other is the whole model.
 
     Families fail the check if a layer reads more than hidden states and positions, or if the model
@@ -255,7 +154,7 @@ def split_layers(target: CachedLM, E: int, adapter: torch.nn.Module | None = Non
     return tuple(type(target)(x, target.vocab) for x in parts)  # which have made no pass yet
 
 
-def move_counts(part: CachedLM, whole: CachedLM) -> None:
+def move_counts(part: EngineLM, whole: EngineLM) -> None:
     """Move the counts of a model that ran in the place of another to the counts of the other.
 
     part   the model that ran: late layers, a tuned copy or a draft with fewer rows. Afterwards its

@@ -19,31 +19,15 @@ import json
 from pathlib import Path
 from typing import Callable
 
-from common import InputError, ancestor_mask, load, walk
+from common import InputError, ancestor_mask, walk
+from support.engine import EngineLM, load
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
-from support.layers import FeatureLM
 from support.packed import PackedLinear, pack
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers.utils import cached_file
-
-MODELS = Path(__file__).resolve().parent.parent / "models"
-
-
-def require(fits: bool, option: str, expected: str, got) -> None:
-    """Raise an InputError that names one option, unless its value fits.
-
-    fits      whether the value fits
-    option    the option, as its keyword argument is written
-    expected  what the value must be, in words
-    got       the value
-    """
-    if not fits:
-        raise InputError(f"--{option.replace('_', '-')} must be {expected}, got {got}")
-
 
 # ------------------------------------------------------------------- which model a file is for
 
@@ -252,24 +236,6 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
 
 # ----------------------------------------------------------------------- helpers of trained parts
 
-def refuse_integers(model, path: str) -> None:
-    """Raise an InputError for weights that are integers, whose scales nothing explains.
-
-    model   what `load` made of them
-    path    the directory or hub id that it was loaded from
-    """
-    if hasattr(model, "is_quantized"):  # transformers knew how to read them
-        return
-    for file in Path(cached_file(path, "config.json")).parent.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                # Old causal masks, which are called bias, are such integers as well. Floats of 8
-                # bits are numbers by themselves: `load` refuses them if scales come with them.
-                if tensors.get_slice(name).get_dtype() in ("I8", "U8") and "bias" not in name:
-                    raise InputError(f"expected weights that are not quantised, got {str(path)!r}: "
-                                     f"{name} has integers of 8 bits")
-
-
 def draft_for(model, tokenizer, path: str):
     """Load a draft with the type and the device of a model.
 
@@ -279,7 +245,6 @@ def draft_for(model, tokenizer, path: str):
     returns    the draft's model. InputError if the draft's tokenizer has another vocabulary
     """
     draft, its_tokenizer = load(path, str(model.device), model.dtype)
-    refuse_integers(draft, path)
     if its_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
     return draft
@@ -299,7 +264,7 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
     model    the model
     returns  a function from x to logits
     """
-    lm = FeatureLM(model)
+    lm = EngineLM(model)
     lm.start([])
     logits = lm.forward(range(4)).float()
     x = model.get_output_embeddings()(lm.features).float()

@@ -45,8 +45,7 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-import common
-from common import InputError, KVCache
+from common import InputError, KVCache, windows_of
 
 KEEP = 32  # how many tokens of the context a model can go back at least
 running = threading.local()
@@ -56,26 +55,28 @@ running.cache = None  # the cache of the pass that runs now in this thread
 class RecurrentCache(KVCache):
     """Be a KVCache that holds states as well.
 
-    kept     how many of the context's last tokens are not in the states yet
+    folded   how many of the context's first tokens are in the states
+    kept     how many of its last tokens are not in the states yet
     states   for each layer what its states are called (`S`, and `inputs` for a convolution), and
              the states at the end of the context except the kept tokens
     rows     for each layer the rows of the kept and the pending nodes: x, k, u and g, by name
     """
 
+    KINDS = (*KVCache.KINDS, "linear_attention", "conv", "hybrid", "mlp", "moe")
+
     def __init__(self, model):
         super().__init__()
         replace_functions(model)
         self.takes = inspect.signature(model.forward).parameters
-        self.reset()
-
-    def reset(self) -> None:
-        super().reset()
-        self.kept, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)
+        self.truncate(0)
 
     def run(self, model, attention_mask, **inputs):
         """Run the model once. Its layers find this cache in `running`."""
-        masks = {"full_attention": attention_mask, "linear_attention": None, "conv": None}
-        cache = {"attention_mask": masks, "past_key_values": self}
+        if not isinstance(attention_mask, dict):  # layers of one kind
+            attention_mask = {"full_attention": attention_mask}
+        masks = {"full_attention": next(iter(attention_mask.values()))} | attention_mask
+        cache = {"attention_mask": masks | {"linear_attention": None, "conv": None},
+                 "past_key_values": self}
         if "cache_params" in self.takes:  # Mamba-2 alone, which has no attention
             cache = {"cache_params": self}
             del inputs["position_ids"]
@@ -120,14 +121,16 @@ class RecurrentCache(KVCache):
                 keys = first["k"] * (G[-1] - G).exp()
                 added = torch.einsum("nhk,nhv->hkv", keys, first["u"])
                 state["S"] = G[-1].exp()[..., None] * state["S"] + added
-        self.kept -= n
+        self.folded, self.kept = self.folded + n, self.kept - n
 
-    def truncate(self, n: int) -> None:
-        """Forget the last n tokens of the context."""
-        if n > self.kept:
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of the context."""
+        if length == 0:
+            self.folded, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)
+        elif length < self.folded:
             raise InputError("a recurrent model can go back fewer tokens than an attentive one: "
-                             f"expected {self.kept} at most, got {n}")
-        self.kept -= n
+                             f"expected {self.folded} tokens or more to stay, got {length}")
+        self.kept = length - self.folded
 
     # The layers ask a cache for these. They get nothing: the functions below know the states.
     def update_conv_state(self, inputs: torch.Tensor, layer: int, **_) -> torch.Tensor:
@@ -141,9 +144,6 @@ class RecurrentCache(KVCache):
         return False
 
     get_recurrent_state = update_recurrent_state = get_conv_state
-
-
-common.CACHES.update(dict.fromkeys(["linear_attention", "conv", "hybrid"], RecurrentCache))
 
 
 # ------------------------------------------------------------------------------ the three layers
@@ -244,7 +244,7 @@ def replace_functions(model) -> None:
     """
     module = sys.modules[type(model).__module__]
     names = [name for name in FUNCTIONS if hasattr(module, name)]
-    kinds = common.layer_kinds(model)
+    kinds = windows_of(model)
     if len(names) < 2 and not (names and "conv" in kinds):
         raise InputError("expected recurrent layers of Mamba-2, the gated delta rule or short "
                          f"convolutions, got {', '.join(kinds)} of {type(model).__name__}")

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Callable, Sequence
 
 from common import InputError, context_length
+from support.engine import depth_of, require
 from support.files import check_file, explain_errors, read_json
-from support.layers import choose_taps, depth_of, tap_widths
-from support.parts import Part, belongs, fill, load_trained, match_type, require, some_embeddings
+from support.layers import choose_taps, tap_widths
+from support.parts import Part, belongs, fill, load_trained, match_type, some_embeddings
 
 import torch
 from safetensors.torch import load_file
@@ -230,7 +231,7 @@ def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
     told |= config.get("dflash_config") or {}
     form = read_layer_config("config.json", told, model, Qwen3Config, DFLASH)
     form.block_size, form.mask_token_id = told["block_size"], told["mask_token_id"]
-    form._attn_implementation = "grouped"  # the attention of common.py
+    form._attn_implementation = "grouped"  # the attention of support/engine.py
     form.window, form.cap = (told.get(name) or 0
                              for name in ("sliding_window", "final_logit_softcapping"))
     h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]

@@ -39,8 +39,9 @@ import math
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, greedy
+from common import InputError, Sampler, greedy
 from speculative import report, speculative
+from support.engine import EngineLM
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -100,7 +101,7 @@ class Translation:
     Raises InputError if few tokens are in both.
     """
 
-    def __init__(self, target: CachedLM, draft: CachedLM, tokenizers: tuple):
+    def __init__(self, target: EngineLM, draft: EngineLM, tokenizers: tuple):
         self.tokenizers = tokenizers
         size = target.vocab
         of_target = read_bytes(tokenizers[0], size, "--target")
@@ -178,7 +179,7 @@ class TranslatedLM:
     widths        for each pending token of the target, how many of the draft's tokens were fed
     """
 
-    def __init__(self, draft: CachedLM, translation: Translation, vocab: int):
+    def __init__(self, draft: EngineLM, translation: Translation, vocab: int):
         self.draft = draft
         self.translation = translation
         self.vocab = vocab
@@ -230,7 +231,7 @@ class TranslatedLM:
 
 # ------------------------------------------------------------------------------------ decoding
 
-def another_tokenizer(target: CachedLM, draft: CachedLM, prompt: list[int], *, tokenizers: list,
+def another_tokenizer(target: EngineLM, draft: EngineLM, prompt: list[int], *, tokenizers: list,
                       gamma: int = 6, verification: str = "token", sample: Sampler = greedy,
                       log: list | None = None) -> Iterator[list[int]]:
     """Decode speculatively with a draft whose tokenizer is another one.

@@ -50,8 +50,9 @@ from collections import Counter
 from itertools import takewhile
 from typing import Iterator, Sequence
 
-from common import CachedLM, Sampler, begin, greedy
+from common import Sampler, begin, greedy
 from speculative import verify_block
+from support.engine import EngineLM
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 import torch
@@ -67,7 +68,7 @@ class Level:
     text   the tokens whose rows are in the cache. A text to be scored may differ from them
     """
 
-    def __init__(self, lm: CachedLM, text: list[int]):
+    def __init__(self, lm: EngineLM, text: list[int]):
         self.lm = lm
         self.text = text
 
@@ -231,8 +232,8 @@ def count_bigrams(path: str, model) -> dict[str, str]:
     return best
 
 
-def cascade(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, inner: int = 3,
-            tail: int = 2, grams: str = DATASTORE, more_drafts: Sequence[CachedLM] = (),
+def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5, inner: int = 3,
+            tail: int = 2, grams: str = DATASTORE, more_drafts: Sequence[EngineLM] = (),
             sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Let drafts draft for drafts. Chen et al., Alg. 1.
 

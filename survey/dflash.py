@@ -75,8 +75,9 @@ from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
 from support.clock import MOST, Choice, Clock, keep_nodes, rank_tokens
-from support.layers import FeatureLM, depth_of, read_taps, tap_widths
-from support.parts import MODELS, Part, follow, save_trained, score_with
+from support.engine import EngineLM, MODELS, depth_of
+from support.layers import read_taps, tap_widths
+from support.parts import Part, follow, save_trained, score_with
 from support.released import describe_dflash, load_head, read_dflash
 from training.acceptance import Text, compute_features
 from training.loop import (compute_frozen, count_tokens, fit_part, low_precision, prepare_training,
@@ -239,7 +240,7 @@ def plan_block(draft: BlockDraft) -> Iterator[Choice]:
         yield Choice(draft.B, draft.B, draft.B, 1, draft.B)
 
 
-def dflash(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
+def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
            trained: BlockDraft | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Draft a block in one pass, verify the tree of its likeliest nodes in one call, keep a path.
@@ -392,5 +393,5 @@ def load_draft(path: str | Path, model) -> BlockDraft:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([dflash], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

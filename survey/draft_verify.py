@@ -52,10 +52,11 @@ import timeit
 from pathlib import Path
 from typing import Iterator
 
-from common import CachedLM, Sampler, attention_mask, begin, eos_ids, greedy, require_keys
+from common import Sampler, attention_mask, begin, eos_ids, greedy
 from speculative import verify_block as verify
-from support.layers import depth_of, list_layers, name_of, share_weights
-from support.parts import MODELS, load_facts, save_facts
+from support.engine import EngineLM, MODELS, depth_of, list_layers, name_of, require_keys
+from support.layers import share_weights
+from support.parts import load_facts, save_facts
 from training.loop import answer_all
 
 import torch
@@ -130,7 +131,7 @@ def move_threshold(threshold: float, share: float, full: bool) -> float:
     return threshold if full else threshold - 0.01
 
 
-def draft_verify(target: CachedLM, prompt: list[int], *, gamma: int = 4, threshold: float = 0.6,
+def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, threshold: float = 0.6,
                  adaptive: bool = True, blocks: str = f"{MODELS}/blocks.json",
                  skipped: dict[str, list[int]] | None = None, sample: Sampler = greedy,
                  log: list | None = None) -> Iterator[list[int]]:
@@ -203,8 +204,8 @@ def measure_agreement(model, skipped: dict[str, list[int]], data: list) -> float
     guesses of a round also see rows of the draft, which is not measured here.
     """
     correct = total = 0
-    whole = CachedLM(model)
-    draft = CachedLM(without(model, skipped))
+    whole = EngineLM(model)
+    draft = EngineLM(without(model, skipped))
     draft.cache = whole.cache
     for prompt, answer in data:
         whole.start(prompt + answer[:-1])
@@ -226,7 +227,7 @@ def measure_agreement(model, skipped: dict[str, list[int]], data: list) -> float
 
 def time_call(model, rows: int) -> float:
     """Measure the seconds of a call of some rows: the least of four, since others may be busy."""
-    lm = CachedLM(model)
+    lm = EngineLM(model)
 
     def call() -> None:
         lm.start([])
@@ -351,6 +352,6 @@ def load_blocks(path: str, model) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([draft_verify], commands=[search],
                   ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)}))

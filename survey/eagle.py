@@ -55,10 +55,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from common import InputError, Sampler, begin, check, greedy, walk
+from common import InputError, Sampler, begin, greedy, walk
 from support.clock import MOST, RANKS, Choice, Clock, best_tree, keep_nodes, rank_tokens
-from support.layers import FeatureLM
-from support.parts import MODELS, Part, head_for, load_trained, save_trained, score_with
+from support.engine import EngineLM, MODELS, check
+from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle
 from training.acceptance import LEVELS, Text, compute_features, evaluate
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
@@ -200,7 +200,7 @@ def plan_eagle(draft: EagleLayer) -> Iterator[Choice]:
 
 
 @torch.inference_mode()
-def feed(draft: EagleLayer, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor | None:
+def feed(draft: EagleLayer, lm: EngineLM, chunks: list[Pairs]) -> torch.Tensor | None:
     """Add final pairs to the context of the draft's cache `lm`. A long prompt comes in parts.
 
     returns  the logits [1, V'] after the last pair. None: there is no pair
@@ -214,7 +214,7 @@ def feed(draft: EagleLayer, lm: FeatureLM, chunks: list[Pairs]) -> torch.Tensor 
 
 
 @torch.inference_mode()
-def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, n: int,
+def grow_eagle(draft: EagleLayer, lm: EngineLM, unfed: list[Pairs], root: int, n: int,
                levels: list[int]) -> tuple[list[int], list[int]]:
     """Grow a tree below the root, level by level, and keep the nodes that are likeliest accepted.
 
@@ -262,7 +262,7 @@ def grow_eagle(draft: EagleLayer, lm: FeatureLM, unfed: list[Pairs], root: int, 
     return keep_nodes(ids, parents, kept)
 
 
-def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
+def eagle(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
           trained: EagleLayer | None = None, sample: Sampler = greedy,
           log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
@@ -281,7 +281,7 @@ def eagle(target: FeatureLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     yield from decode(target, draft, prompt, nodes, sample, log)
 
 
-def decode(target: FeatureLM, draft: EagleLayer, prompt: list[int], nodes: int, sample: Sampler,
+def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, sample: Sampler,
            log: list | None) -> Iterator[list[int]]:
     """Decode with a draft that guesses features, as `eagle` says. EAGLE-3 and MTP have it too."""
     lm = target.once(type(target), draft.lm, target.vocab)
@@ -375,5 +375,5 @@ def load_draft(path: str | Path, model) -> EagleLayer:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([eagle], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

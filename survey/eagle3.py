@@ -45,13 +45,15 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from common import Sampler, check, greedy
-from support.layers import FeatureLM, choose_taps, read_taps, tap_layers, tap_widths
-from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from common import Sampler, greedy
+from support.engine import EngineLM, MODELS, check, require, tap_layers
+from support.layers import choose_taps, read_taps, tap_widths
+from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle3
 from survey.eagle import decode
 from training.acceptance import compute_features, evaluate
-from training.loop import (Pair, count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
+from support.settings import Pair
+from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
                            sample_alike, warm_linear)
 
 import torch
@@ -230,7 +232,7 @@ def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: 
 
 # ---------------------------------------------------------------------------------- decoding
 
-def eagle3(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
+def eagle3(target: EngineLM, prompt: list[int], *, nodes: int = 0,
            adapter: str = ADAPTER, trained: Eagle3Layer | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from tapped and guessed features, verify it in one target call, keep a path.
@@ -358,5 +360,5 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([eagle3], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -39,8 +39,9 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, greedy
-from support.layers import FeatureLM, depth_of, name_norm, split_layers
-from support.parts import MODELS, Part, load_trained, match_type, save_trained, score_with
+from support.engine import EngineLM, MODELS, depth_of
+from support.layers import name_norm, split_layers
+from support.parts import Part, load_trained, match_type, save_trained, score_with
 from support.released import make_config
 from survey.layerskip import self_speculate
 from training.acceptance import Text, compute_features
@@ -72,7 +73,7 @@ class Exit(Part):
     def __init__(self, model, E: int):
         super().__init__()
         config = make_config(model)
-        config._attn_implementation = "grouped"  # the attention of common.py
+        config._attn_implementation = "grouped"  # the attention of support/engine.py
         decoder = model.get_decoder()
         self.E = E
         self.before = llama.LlamaRMSNorm(config.hidden_size)  # norm_1
@@ -130,7 +131,7 @@ def exit_loss(score: Callable, network: Exit, batch: list[Text], vocab: int) -> 
 
 # ---------------------------------------------------------------------------------- decoding
 
-def early_exit(target: FeatureLM, prompt: list[int], *, gamma: int = 6, threshold: float = 0.6,
+def early_exit(target: EngineLM, prompt: list[int], *, gamma: int = 6, threshold: float = 0.6,
                exit: str = EXIT, trained: Exit | None = None, sample: Sampler = greedy,
                log: list | None = None) -> Iterator[list[int]]:
     """Draft with the first layers and a trained exit, and verify with the other layers.
@@ -205,7 +206,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         torch.manual_seed(seed)
         network = Exit(model, E)
     # Refuse an E or a model that does not fit. What is trained stays float32, so a copy is checked.
-    split_layers(FeatureLM(model), E, match_type(copy.deepcopy(network), model))
+    split_layers(EngineLM(model), E, match_type(copy.deepcopy(network), model))
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
     fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
@@ -225,6 +226,6 @@ def load_exit(path: str | Path, model) -> Exit:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([early_exit], commands=[train],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

@@ -65,10 +65,10 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
 from speculative import verify_block as verify
+from support.engine import EngineLM, MODELS, depth_of, list_layers, require, tap_layers
 from support.files import save_model
-from support.layers import (FeatureLM, depth_of, list_layers, move_counts, name_norm, pass_on,
-                            split_layers, tap_layers, view)
-from support.parts import MODELS, load_trained, logits_of, require, save_trained
+from support.layers import move_counts, name_norm, pass_on, split_layers, view
+from support.parts import load_trained, logits_of, save_trained
 from training.loop import (compute_in_parts, count_tokens, fit_part, pad_pairs, prepare_training,
                            read_texts, sample_alike, warm_linear)
 from training.low_rank import Tuned, merge_changes, prepare_changes
@@ -82,7 +82,7 @@ R = 3  # in a training step every R-th layer has an exit
 
 # ---------------------------------------------------------------------------------- decoding
 
-def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt: list[int],
+def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: list[int],
                    gamma: int, threshold: float, sample: Sampler,
                    log: list | None) -> Iterator[list[int]]:
     """Draft with the early layers, and verify with the late layers (Section 4.3).
@@ -135,7 +135,7 @@ def self_speculate(target: FeatureLM, early: FeatureLM, late: FeatureLM, prompt:
         yield guesses[:accepted] + [root]
 
 
-def layerskip(target: FeatureLM, prompt: list[int], *, E: int = 0, gamma: int = 4,
+def layerskip(target: EngineLM, prompt: list[int], *, E: int = 0, gamma: int = 4,
               tuning: str = TUNED, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
     """Draft with the first layers of a tuned model, and verify with its other layers (Section 4.3).
@@ -275,7 +275,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     lr:    the highest learning rate. It is reached after a twentieth of the steps, and falls to 0.
            5e-4 was found for 10M parameters
     """
-    split_layers(FeatureLM(model), E)  # refuses an E or a model that does not fit
+    split_layers(EngineLM(model), E)  # refuses an E or a model that does not fit
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
     to_logits = logits_of(model)
@@ -338,6 +338,6 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([layerskip], commands=[tune, export],
                   folders=[export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

@@ -40,12 +40,13 @@ writes.
 import sys
 from typing import Callable, Iterator
 
-from common import CachedLM, Sampler, begin, greedy
+from common import Sampler, begin, greedy
+from support.engine import EngineLM
 
 import torch
 
 
-def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: list[int],
+def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: list[int],
                    gamma: int, fallback: float, sample: Sampler,
                    log: list | None) -> Iterator[list[int]]:
     """Draft up to gamma tokens, and replace the first that does not pass by the target's choice.
@@ -93,7 +94,7 @@ def decode_by_test(passes: Callable, target: CachedLM, draft: CachedLM, prompt: 
         yield [*guesses[:accepted], root]
 
 
-def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5,
+def bild(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5,
          fallback: float = 0.5, rollback: float = 2.0, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
     """Draft while the draft model is sure, and replace the first guess that the target finds too
@@ -114,7 +115,7 @@ def bild(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5
     return decode_by_test(passes, target, draft, prompt, gamma, fallback, sample, log)
 
 
-def specdec(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, beta: int = 5,
+def specdec(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 6, beta: int = 5,
             tau: float = 3.0, sample: Sampler = greedy, log: list | None = None):
     """Accept a guess if it is among the target's beta likeliest tokens and nearly as likely as the
     best of them. The target replaces the first guess that does not pass. Xia et al.,

@@ -74,12 +74,14 @@ from typing import Iterator
 
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
-from common import CachedLM, Sampler, begin, greedy, require_keys, walk
+from common import Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, Clock
+from support.engine import EngineLM, MODELS, require, require_keys
 from support.layers import move_counts
-from support.parts import MODELS, load_trained, require, save_trained, score_with
-from training.loop import (Pair, compute_in_parts, count_tokens, divergence_in_parts, fit_part,
+from support.parts import load_trained, save_trained, score_with
+from support.settings import Pair
+from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, fit_part,
                            prepare_training, read_answers, sample_alike, warm_linear)
 from training.low_rank import Tuned, prepare_changes
 
@@ -91,7 +93,7 @@ TUNED = f"{MODELS}/space.safetensors"
 
 # ---------------------------------------------------------------------------------- decoding
 
-def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
+def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
                   trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
                   log: list | None = None) -> Iterator[list[int]]:
     """Draft in a call with look-ahead tokens, and verify in the next one (PaSS).
@@ -130,7 +132,7 @@ def pass_sampling(target: CachedLM, prompt: list[int], *, L: int = 0, tokens: st
         yield [first, *guesses[:accepted], root]
 
 
-def space(target: CachedLM, prompt: list[int], *, k: int = 0, tuning: str = TUNED,
+def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNED,
           sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Verify guesses and make the next ones in the same call, with the tuned model (SPACE).
 
@@ -320,7 +322,7 @@ class SpaceTuning(Tuned):
         self.changes["mask"] = self.mask
 
 
-def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tensor, list[float]]:
+def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tensor, list[float]]:
     """Read a file that `tune` made for this model.
 
     path     the file
@@ -336,6 +338,6 @@ def load_space(path: str | Path, target: CachedLM) -> tuple[CachedLM, torch.Tens
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([pass_sampling, space], commands=[train, tune],
                   ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)}))

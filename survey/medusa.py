@@ -50,11 +50,10 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import CachedLM, Sampler, begin, greedy, walk
+from common import Sampler, begin, greedy, walk
 from support.clock import MOST, RANKS, Clock, Node, best_tree, list_sizes, rank_tokens
-from support.layers import FeatureLM
-from support.parts import (MODELS, Part, fill, head_for, load_trained, logits_of, match_type,
-                           require, save_trained)
+from support.engine import EngineLM, MODELS, require
+from support.parts import Part, fill, head_for, load_trained, logits_of, match_type, save_trained
 from support.released import MEDUSA_TREE, is_released, read_head
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
                            prepare_training, read_texts, sample_rows, warm_cosine)
@@ -175,7 +174,7 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
 
 # ---------------------------------------------------------------------------------- decoding
 
-def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
+def fill_hydra_tree(trained: Heads, target: EngineLM, f: torch.Tensor, root: int,
                     tree: list[Node]) -> list[int]:
     """Fill a planned tree with the guesses of Hydra heads, level by level, as `fill_tree` does."""
     embed = target.model.get_input_embeddings()
@@ -195,7 +194,7 @@ def fill_hydra_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int
 
 
 @torch.inference_mode()
-def fill_tree(trained: Heads, target: CachedLM, f: torch.Tensor, root: int,
+def fill_tree(trained: Heads, target: EngineLM, f: torch.Tensor, root: int,
               tree: list[Node]) -> list[int]:
     """Fill a planned tree with the guesses of heads.
 
@@ -262,7 +261,7 @@ def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sampl
     return path, [ids[node] for node in path[1:]] + [logits[path[-1]].argmax().item()]
 
 
-def medusa(target: FeatureLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
+def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes: int = 0,
            typical: bool = False, epsilon: float = 0.09, delta: float = 0.3, adapter: str = "",
            trained: Heads | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
@@ -415,5 +414,5 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -56,9 +56,10 @@ from pathlib import Path
 from typing import Iterator
 
 from common import InputError, Sampler, greedy
+from support.engine import EngineLM, MODELS, depth_of, list_layers, require
 from support.files import check_file, explain_errors, read_json
-from support.layers import FeatureLM, depth_of, list_layers, name_norm, take_layers
-from support.parts import MODELS, Part, head_for, load_trained, require, save_trained, score_with
+from support.layers import name_norm, take_layers
+from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file
 from survey.eagle import decode
 from survey.eagle3 import sample_loss
@@ -236,7 +237,7 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
 
 # ---------------------------------------------------------------------------------- decoding
 
-def mtp(target: FeatureLM, prompt: list[int], *, nodes: int = 0,
+def mtp(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         adapter: str = "", trained: MTPBlock | None = None, sample: Sampler = greedy,
         log: list | None = None) -> Iterator[list[int]]:
     """Grow a tree from guessed features, verify it in one call of the target, and keep one path.
@@ -279,5 +280,5 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))

@@ -32,10 +32,11 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, Sampler, context_length, greedy
+from common import Sampler, context_length, greedy
 from speculative import speculative
-from support.layers import FeatureLM, move_counts
-from support.parts import require, score_with
+from support.engine import EngineLM, require
+from support.layers import move_counts
+from support.parts import score_with
 from training.loop import Training, divergence_in_parts
 
 import torch
@@ -67,7 +68,7 @@ class Learner:
               the rejected guess, and the target's feature there
     """
 
-    def __init__(self, target: FeatureLM, draft: CachedLM, kind: str, lr: float):
+    def __init__(self, target: EngineLM, draft: EngineLM, kind: str, lr: float):
         require(kind in KINDS, "divergence", ", ".join(KINDS), kind)
         self.target = target
         self.kind = kind
@@ -76,7 +77,7 @@ class Learner:
         self.score_draft = score_with(model)
         self.training = Training(dict(model.named_parameters()), (), name="online", steps=1, lr=lr,
                                  rate=constant, models=(target.model, model))
-        self.lm = CachedLM(model, draft.vocab)
+        self.lm = EngineLM(model, draft.vocab)
         self.kept = []
 
     def serve(self, prompt: list[int], gamma: int, sample: Sampler,
@@ -130,7 +131,7 @@ class Learner:
             self.training.update(loss_of)
 
 
-def online(target: FeatureLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, every: int = 2,
+def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 6, every: int = 2,
            divergence: str = "forward-kl", lr: float = 3e-4, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Decode speculatively with a draft that learns from one prompt to the next (Alg. 2).

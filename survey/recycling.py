@@ -33,8 +33,9 @@ Departures:
 import sys
 from typing import Iterator
 
-from common import CachedLM, Sampler, begin, greedy, walk
+from common import Sampler, begin, greedy, walk
 from support.clock import MOST, Clock, Node, best_tree, fill_plan, list_sizes
+from support.engine import EngineLM
 
 import torch
 
@@ -93,7 +94,7 @@ class Successors:
         return fill_plan(planned, root, lambda node, token: self.rows.get(token, []))
 
 
-def recycling(target: CachedLM, prompt: list[int], *, nodes: int = 0,
+def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
               successors: Successors | None = None, sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
     """Guess what the target said when it read the same tokens before, and verify it in one call.

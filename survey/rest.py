@@ -71,10 +71,11 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
-from common import CachedLM, InputError, Sampler, begin, context_length, greedy, trie, walk
+from common import InputError, Sampler, begin, context_length, greedy, trie, walk
 from support.clock import Choice, Clock
+from support.engine import EngineLM, MODELS, require
 from support.files import explain_errors
-from support.parts import MODELS, follow, load_part, require, save_part
+from support.parts import follow, load_part, save_part
 from training.loop import collect_answers
 
 import torch
@@ -261,7 +262,7 @@ def plan_rest(store: Datastore, grow: bool) -> Iterator[Choice]:
         yield Choice(nodes, found.with_text if grow else found.alone, nodes, 1, nodes)
 
 
-def rest(target: CachedLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
+def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
          grow: bool = True, alpha: float = 0.0, datastore: str = DATASTORE,
          store: Datastore | None = None, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
@@ -405,5 +406,5 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([rest], commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))

@@ -70,11 +70,10 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
-from common import (CachedLM, InputError, Sampler, begin, context_length, eos_ids, greedy, until,
-                    walk)
+from common import InputError, Sampler, begin, context_length, eos_ids, greedy, until, walk
 from support.clock import Choice, Clock
-from support.layers import vocab_size
-from support.parts import MODELS, draft_for, load_facts, require, save_facts
+from support.engine import EngineLM, MODELS, require, vocab_size
+from support.parts import draft_for, load_facts, save_facts
 
 import torch
 from tqdm import tqdm
@@ -221,7 +220,7 @@ def draw_children(q_logits: torch.Tensor, k: int, sample: Sampler) -> list[list[
     return q_logits.topk(k).indices.tolist()
 
 
-def draw_tree(draft: CachedLM, unseen: list[int], shape: Shape,
+def draw_tree(draft: EngineLM, unseen: list[int], shape: Shape,
               sample: Sampler) -> tuple[list[int], dict[int, torch.Tensor]]:
     """Draw the tokens of a tree, with a draft call for each level.
 
@@ -316,7 +315,7 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
         path.append(children[accepted])
 
 
-def decode_trees(target: CachedLM, draft: CachedLM, root: int, choices: list[Choice],
+def decode_trees(target: EngineLM, draft: EngineLM, root: int, choices: list[Choice],
                  clock: Clock, sample: Sampler, log: list | None) -> Iterator[list[int]]:
     """Run rounds without end, each with a tree, and yield their chunks.
 
@@ -353,7 +352,7 @@ def decode_trees(target: CachedLM, draft: CachedLM, root: int, choices: list[Cho
         yield chunk
 
 
-def sequoia(target: CachedLM, draft: CachedLM, prompt: list[int], *, nodes: int = 0, depth: int = 0,
+def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int = 0, depth: int = 0,
             rates: str = f"{MODELS}/sequoia.json", sample: Sampler = greedy,
             log: list | None = None) -> Iterator[list[int]]:
     """Draft the best tree for this pair of models and this machine; verify it in one target call.
@@ -398,7 +397,7 @@ def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
     if not fitting:
         raise InputError(f"expected prompts of at most {longest} tokens, got none")
     vocab = vocab_size(model, tokenizer)
-    lms = [CachedLM(x, vocab) for x in (model, small)]
+    lms = [EngineLM(x, vocab) for x in (model, small)]
     one_level = [Choice(shape_of([-1] + [0] * B), 1.0, 1 + B, 1, 1)]
     P = {}
     for temperature in TEMPERATURES:
@@ -432,5 +431,5 @@ def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
 
 
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
+    from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([sequoia], commands=[calibrate], ranges=RANGES))

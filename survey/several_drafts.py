@@ -40,9 +40,9 @@ Left out:
 import sys
 from typing import Callable, Iterator, NamedTuple, Sequence
 
-from common import CachedLM, Sampler, begin, greedy, trie, walk
+from common import Sampler, begin, greedy, trie, walk
 from speculative import residual
-from support.parts import require
+from support.engine import EngineLM, require
 
 import torch
 
@@ -143,7 +143,7 @@ class DrawnDraft(NamedTuple):
     path: list[int]  # its nodes in the target's tree, the root first
 
 
-def draw_drafts(draft: CachedLM, unseen: list[int], gamma: int, K: int, sample: Sampler,
+def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: Sampler,
                 ranked: bool = False) -> Drawn:
     """Draw K drafts of gamma tokens independently, with a draft call for each level of their tree.
 
@@ -221,7 +221,7 @@ def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[DrawnDr
     return accepted, path, target_probs[path[-1]]
 
 
-def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedLM],
+def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineLM],
                    prompt: list[int], gamma: int, K: int, sample: Sampler,
                    log: list | None) -> Iterator[list[int]]:
     """Draw K drafts, and verify all of them as one tree in one target call. The models take turns.
@@ -274,8 +274,8 @@ def decode_by_rule(rule: Callable | None, target: CachedLM, models: list[CachedL
 
 # ---------------------------------------------------------------------------------- the methods
 
-def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
-              more_drafts: Sequence[CachedLM] = (), sample: Sampler = greedy,
+def specinfer(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
+              more_drafts: Sequence[EngineLM] = (), sample: Sampler = greedy,
               log: list | None = None) -> Iterator[list[int]]:
     """Draw several drafts, and try the draws at each node one after the other. Miao et al., Section
     4.3. More models that draft (`more_drafts`, or --draft again) take turns with the first model. A
@@ -292,7 +292,7 @@ def specinfer(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     return decode_by_rule(rule, target, [draft, *more_drafts], prompt, gamma, K, sample, log)
 
 
-def spectr(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
+def spectr(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5, K: int = 2,
            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Draw several drafts, and judge all draws at a node alike by k-SEQ. Sun et al., Alg. 1 to 3.
 

@@ -60,20 +60,21 @@ import sys
 from contextlib import contextmanager
 from typing import Iterator
 
-from common import CachedLM, InputError, KVCache, Sampler, begin, greedy, grouped_attention
+from common import InputError, KVCache, Sampler, begin, greedy
 from speculative import verify_block as verify
+from support.engine import EngineLM, grouped_attention, require
 from support.layers import move_counts
-from support.parts import require
 from survey.cascade import Level, review
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 
 # ------------------------------------------------------------------------- a part of a cache
 
-class PartialLM(CachedLM):
+class PartialLM(EngineLM):
     """Run a model whose cache has some rows of a text: chosen ones, and those of the newest tokens.
 
         rows        [  kept rows  |      newest rows       |  pending nodes  ]
@@ -90,7 +91,7 @@ class PartialLM(CachedLM):
     skipped = 0
 
     @torch.inference_mode()
-    def take(self, lm: CachedLM, slots: dict[int, torch.Tensor], kept: int, length: int) -> None:
+    def take(self, lm: EngineLM, slots: dict[int, torch.Tensor], kept: int, length: int) -> None:
         """Replace all rows by copies of chosen rows from a cache of the same model.
 
         A text has 12 tokens. Rows 0, 1, 4 and 5 are kept beside the newest three:
@@ -117,7 +118,7 @@ class PartialLM(CachedLM):
         self.parents = []
 
     @torch.inference_mode()
-    def copy_newest(self, lm: CachedLM, position: int) -> None:
+    def copy_newest(self, lm: EngineLM, position: int) -> None:
         """Copy the newest rows of another cache over those of this one, from one position on.
 
         lm        has all rows of the text, of the same model
@@ -136,20 +137,17 @@ class PartialLM(CachedLM):
         """
         super().truncate(length - self.skipped)
 
-    def layout(self, parents: list[int], sees_prefix: list[bool]):
-        """Compute where the newest pending nodes stand and what they see.
-
-        Every node sees the kept rows. Positions are those in the whole text.
-
-        parents       the parents of all pending nodes
-        sees_prefix   for each of the newest n nodes a bool, which does not count here
-        returns       their positions [1, n], and the mask [1, 1, n, slots]
-        """
-        positions, mask = super().layout(parents, [True] * len(sees_prefix))
-        return (positions + self.skipped).clamp(max=self.max_length - 1), mask
+    def layout(self, parents: list[int], n: int):
+        """Compute the positions of the newest n nodes in the whole text, and the mask of what they
+        see. All of them see the kept rows."""
+        positions, mask = super().layout(parents, n)
+        masks = mask if isinstance(mask, dict) else {"all": mask}
+        masks = {kind: F.pad(x, (self.prefix, 0)) for kind, x in masks.items()}
+        positions = (positions + self.skipped).clamp(max=self.max_length - 1)
+        return positions, masks.get("all", masks)
 
 
-def choose_ends(lm: CachedLM, sinks: int, window: int) -> tuple[dict[int, torch.Tensor], int]:
+def choose_ends(lm: EngineLM, sinks: int, window: int) -> tuple[dict[int, torch.Tensor], int]:
     """Choose the first and the newest rows of a cache. StreamingLLM, Xiao et al., arXiv 2309.17453.
 
     lm       has the cache, whole or already cut to its ends
@@ -195,7 +193,7 @@ def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
 
 
 @torch.inference_mode()
-def retrieve_chunks(lm: CachedLM, token: int, budget: int,
+def retrieve_chunks(lm: EngineLM, token: int, budget: int,
                     chunk: int) -> tuple[dict[int, torch.Tensor], int]:
     """Choose the rows of the context that a token looks at most. Section 4.1.
 
@@ -250,7 +248,7 @@ def update_caches(levels: list[Level], context: list[int], old: int) -> None:
     ends.keep(context)
 
 
-def triforce(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 5,
+def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5,
              inner: int = 2, budget: int = 512, chunk: int = 8, sinks: int = 16, window: int = 240,
              sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Draft for the target's whole cache with a part of it, and for this part with a small model.

@@ -15,8 +15,8 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 import families  # noqa: E402  (the path is set above)
-from common import load  # noqa: E402
 from families import FAMILIES, near, tiny  # noqa: E402
+from support.engine import load  # noqa: E402
 
 
 def pytest_addoption(parser):

@@ -29,7 +29,8 @@ import random
 import torch
 import torch.nn.functional as F
 
-from common import CachedLM, Sampler
+from common import Sampler
+from support.engine import EngineLM
 
 
 class ScriptedLM:
@@ -41,7 +42,7 @@ class ScriptedLM:
         self.calls, self.rows, self.passes = 0, 0, []
         self.memo, self.weight = {}, torch.zeros(1)
 
-    once = CachedLM.once
+    once = EngineLM.once
     vocab = 10 ** 9
     setup_seconds = 0.0
 

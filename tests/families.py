@@ -4,7 +4,7 @@
     MORE_FAMILIES  families whose attention is peculiar, for what depends on attention
     OTHERS         more families with recurrent layers, for the tests of trees and of AR
     SCALED         configurations whose logits are not what the LM head says
-    tiny(family)   a random model of a family, prepared for CachedLM
+    tiny(family)   a random model of a family, prepared for EngineLM
     near(model)    a copy with noise in its weights, so a draft that is often right
     rand(part)     a trained part with random weights
     DEVICE         where test_lossless.py runs its models, pytest's option --device
@@ -13,7 +13,6 @@ All have VOCAB tokens and a context of CONTEXT positions, so that a test reaches
 import copy
 import itertools
 
-import support.recurrent  # noqa: F401  (models with recurrent layers can be used)
 import torch
 from transformers import (AutoConfig, AutoModelForCausalLM, Cohere2Config, CohereConfig,
                           DeepseekV3Config, Gemma2Config, Gemma3TextConfig, GPT2Config,
@@ -21,7 +20,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, Cohere2Config, Coher
                           OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
                           StableLmConfig)
 
-from common import CachedLM, check
+from support.engine import EngineLM, check
 
 DEVICE = "cpu"
 VOCAB, CONTEXT = 61, 160
@@ -101,7 +100,7 @@ MADE = {}  # all models that `tiny` has made, each with torch's random state aft
 
 
 @torch.inference_mode(False)  # the next test that asks for the model may want gradients
-def tiny(family: str, seed: int = 0, run_as=CachedLM, **changes):
+def tiny(family: str, seed: int = 0, run_as=EngineLM, **changes):
     """Make a random model of a family, whose weights are large: the output depends on the whole
     context and does not loop at once.
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from bita import mask_states
-from cli.main import main as run_command_line
-from common import load, until
+from cli.commands import main as run_command_line
+from common import until
+from support.engine import load
 from support.parts import score_with
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,15 +40,18 @@ MUTANTS = {
         ("self.forward(ids[i:i + self.PART], keep=0",
          "self.forward(ids[i:i + self.PART // 2], keep=0",
          "a long prompt loses the second half of each part"),
-        ("edge = (path[-1], token)", "edge = (0, token)",
+        ("node_of.setdefault((path[-1], token)", "node_of.setdefault((0, token)",
          "equal tokens of any parent share a node"),
         ("self.prefix + self.length + old", "self.length + old", "rows overwrite the prefix"),
         ("list(range(old - 1, old + n - 1)", "list(range(-1, n - 1)",
          "a chain does not go on from the last pending node"),
         ("(self.length - 1 + ancestors.sum(-1))", "(self.length + ancestors.sum(-1))",
          "positions of nodes are one too large"),
-        ("values.cumsum(-1) - values >= self.top_p", "values.cumsum(-1) >= self.top_p",
-         "the token that reaches top_p is dropped"),
+        ("rows = logits.float().reshape(-1, logits.shape[-1])", "rows = logits.float()",
+         "top_p is given three dimensions, of which it makes nan")],
+    "support/engine.py": [
+        ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
+         "features of a long prompt are those of its last part"),
         ("mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1)",
          "mask = attention_mask.repeat_interleave(heads // key.shape[1], 2)",
          "rows of grouped heads get each other's masks")],
@@ -281,8 +284,6 @@ MUTANTS = {
          "offsets of tokens are taken for tokens"),
         ("weights_only=True", "weights_only=False", "a pickled file may run code")],
     "support/layers.py": [
-        ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
-         "features of a long prompt are those of its last part"),
         ("new = share_weights(model)", "new = model", "a view changes the model itself")],
     "training/low_rank.py": [
         ("torch.nn.Parameter(torch.zeros(out, rank))", "torch.nn.Parameter(torch.ones(out, rank))",
@@ -316,8 +317,10 @@ MUTANTS = {
         ('if "ORDER BY" not in query:', "if True:", "the order of rows never counts"),
         ("except subprocess.TimeoutExpired:", "except KeyError:",
          "a function that runs for ever is an error")],
-    "cli/files.py": [
-        ("if len(messages) < 2 or not ends", "if not ends", "an answer to nothing is learnt")],
+    "cli/commands.py": [
+        ("if len(messages) < 2 or not ends", "if not ends", "an answer to nothing is learnt"),
+        ("answer = answer[:end]", "answer = answer[:end - 1]",
+         "an answer that is learnt does not end")],
     "cli/graphs.py": [
         ("self.features = features[:n].clone()", "self.features = features[:n]",
          "the next replay overwrites the features"),
@@ -327,8 +330,6 @@ MUTANTS = {
     "cli/loading.py": [
         ("if text not in filled and filled", "if False and filled",
          "a template that leaves the prompt out passes"),
-        ("answer = answer[:end]", "answer = answer[:end - 1]",
-         "an answer that is learnt does not end"),
         ('if (folder / "adapter_config.json").exists():', "if False:",
          "an adapter is loaded without its base")],
     "cli/main.py": [

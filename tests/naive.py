@@ -1,6 +1,6 @@
 """A CachedLM without a cache, which every method can take in the place of the real one.
 
-    lm = NaiveLM(model)        instead of FeatureLM(model), for a target and for drafts
+    lm = NaiveLM(model)        instead of EngineLM(model), for a target and for drafts
     lm.forward(ids, parents)   runs the context anew, and then each node's path on its own
 
 It keeps what it was fed. It uses no positions, masks, slots or buffers of common.py. So a mistake
@@ -11,8 +11,9 @@ Left out: sliding windows, and the blocks of DFlash, whose rows see each other b
 import torch
 from transformers import DynamicCache
 
+from bita import PrefixLM
 from fake_models import path_to
-from support.layers import FeatureLM, tap_layers
+from support.engine import EngineLM, tap_layers
 
 
 class Context:
@@ -34,7 +35,7 @@ class Context:
         return copies
 
 
-class NaiveLM(FeatureLM):
+class NaiveLM(PrefixLM, EngineLM):
     """Compute the logits and the features of each node from its path.
 
     cache     the context. A draft can be given that of another model, as a CachedLM can

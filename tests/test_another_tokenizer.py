@@ -5,9 +5,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import CachedLM, InputError, autoregressive
+from common import InputError, autoregressive
 from families import CONTEXT, tiny
 from helpers import tokens_of
+from support.engine import EngineLM
 from survey.another_tokenizer import TranslatedLM, Translation, another_tokenizer, read_bytes
 from toy_tokenizers import letters
 
@@ -23,7 +24,7 @@ def sentencepiece(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def translation_of(*tokenizers) -> Translation:
-    lms = [CachedLM(tiny("llama"), len(tokenizer)) for tokenizer in tokenizers]
+    lms = [EngineLM(tiny("llama"), len(tokenizer)) for tokenizer in tokenizers]
     return Translation(*lms, tokenizers)
 
 
@@ -91,13 +92,13 @@ def test_half_a_character_at_the_end_of_a_text_is_fed():
 
 def test_an_end_that_the_draft_has_no_logits_for_is_not_shared():
     tokenizers = [letters(text, eos_token="<end>") for text in ("ab", "ba")]
-    lms = [CachedLM(tiny("llama"), size) for size in (3, 2)]
+    lms = [EngineLM(tiny("llama"), size) for size in (3, 2)]
     assert Translation(*lms, tokenizers).both[0].tolist() == [0, 1]
 
 
 def test_ids_without_tokens_are_text_of_no_bytes():
     """A model has logits beyond its tokenizer, and says such tokens."""
-    target, draft, prompt = CachedLM(tiny("llama")), CachedLM(tiny("llama", 1)), [2, 3, 4]
+    target, draft, prompt = EngineLM(tiny("llama")), EngineLM(tiny("llama", 1)), [2, 3, 4]
     tokenizers = [letters("abcdefgh"), letters("hgfedcba")]
     expected = tokens_of(autoregressive(target, prompt), 12)
     assert max(expected) >= 8
@@ -106,7 +107,7 @@ def test_ids_without_tokens_are_text_of_no_bytes():
 
 
 def test_a_prompt_beyond_the_context_of_the_draft_is_refused():
-    lms = [CachedLM(tiny("llama", max_position_embeddings=n)) for n in (CONTEXT, 8)]
+    lms = [EngineLM(tiny("llama", max_position_embeddings=n)) for n in (CONTEXT, 8)]
     with pytest.raises(InputError, match="--draft must have room for the prompt, 9 of its tokens"):
         next(another_tokenizer(*lms, [0, 1] * 5, tokenizers=[letters("ab"), letters("ba")]))
 
@@ -127,12 +128,12 @@ def test_a_draft_is_fed_its_own_tokens():
     """The logits are those of the draft after its own ids, in the places of the target's; -inf for
     what the draft lacks. After a commit the next call goes on behind what was kept."""
     model = tiny("llama")  # the draft has a, b and d, and no c
-    draft = TranslatedLM(CachedLM(model, 5), translation_of(letters("abcd"), letters("dbXYa")), 4)
+    draft = TranslatedLM(EngineLM(model, 5), translation_of(letters("abcd"), letters("dbXYa")), 4)
     draft.start([0, 1])
     draft.forward([3, 1])
     draft.commit(range(1))
     found = draft.forward([0, 2, 1])
-    alone = CachedLM(model, 5)
+    alone = EngineLM(model, 5)
     alone.start([4, 1, 0])  # a b d
     logits = alone.forward([4, 0, 1])  # a, then token 0 in place of the unknown c, then b
     expected = torch.full((3, 4), -torch.inf)
@@ -146,7 +147,7 @@ def test_a_token_of_several_pieces_is_kept_whole():
     model = tiny("llama")
     translation = translation_of(sentencepiece(["ab", "a", "b"]), letters("ab"))
     assert translation.pieces[0] == [0, 1]
-    draft = TranslatedLM(CachedLM(model, 2), translation, 4)
+    draft = TranslatedLM(EngineLM(model, 2), translation, 4)
     draft.start([1])
     draft.forward([1, 2])  # pending, and never committed
     draft.start([1])

@@ -9,10 +9,10 @@ import torch
 
 import bench as module
 from bench import AR, Bench, Count, Ours, Results, Theirs, make_line, parser_of
-from cli.run import TimedLM
 from common import InputError, Sampler
 from families import near, tiny
 from helpers import script
+from support.engine import EngineLM
 from ouroboros import ouroboros
 
 
@@ -33,7 +33,7 @@ def made(*argv) -> Bench:
 
 def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
     model = tiny("llama")
-    lms = {"target": TimedLM(model), "draft": TimedLM(near(model, 0.05))}
+    lms = {"target": EngineLM(model), "draft": EngineLM(near(model, 0.05))}
     run, pools = Ours(ouroboros, lms, 12, set(), Sampler(0)), set()
     for prompt in ([3, 14, 15] * 20, [3, 14, 15]):
         run.new_round()

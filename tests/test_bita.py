@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import bita as module
-from bita import accuracy, bita, build_tree, sample_anchors, sar_loss
-from common import CachedLM, autoregressive
+from bita import PrefixLM, accuracy, bita, build_tree, sample_anchors, sar_loss
 from fake_models import path_to
 from families import FAMILIES, tiny
-from helpers import mask_logits, note_calls, tokens_of
-from support.clock import best_tree, fill_plan
+from helpers import mask_logits, note_calls
 from test_lossless import tuning_of
 
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([50, 51], [52, 53, 54])]
@@ -46,7 +44,7 @@ def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k
     model, expected, log = tiny("llama", vocab_size=8), [[]], []
     used = note_calls(monkeypatch, module, "build_tree")
     tuning, text = tuning_of(model, 4, 3), [5, 3, 4, 1, 2, 6]
-    chunks = bita(CachedLM(model), text, tree=tree, k=2, tuning=tuning, log=log)
+    chunks = bita(PrefixLM(model), text, tree=tree, k=2, tuning=tuning, log=log)
     for chunk in itertools.islice(chunks, 12):
         ids, text = text, text + chunk
         anchor = len(text) - 2 if tree != "chain" else len(ids) - 1
@@ -57,27 +55,6 @@ def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k
         expected.append(left.topk(k).indices.tolist())
     assert [given[0] for given in used] == expected[:-1] and max(r["accepted"] for r in log) > 0
     assert max(r["guessed"] for r in log) == guessed
-
-
-def test_the_tree_that_is_handed_in():
-    """Its nodes and masks may change from call to call, and the output stays. Without one the tree
-    is the paper's."""
-    target, prompt = CachedLM(tiny("llama")), [3, 1, 4] * 5
-    expected = tokens_of(autoregressive(target, prompt), 9)
-    tuning, log, plans = tuning_of(target.model, 4, 3), [], [(1, 0), (4, 3), (3, 1), (2, 2)] * 9
-
-    def grow(lm, accept, candidates, root):
-        assert lm is target and accept is tuning.accept
-        n, M = plans[len(log)]
-        plan = best_tree([[0.9, 0.5]] * 3, n)
-        levels = dict(enumerate(candidates, 1))
-        return *fill_plan(plan, root, lambda node, token: levels.get(node.depth, [])), M
-    assert tokens_of(bita(target, prompt, tuning=tuning, grow=grow, log=log), 9) == expected
-    rows = [r["rows"] for r in log]
-    assert rows[:4] == [1, 4, 6, 6] and max(r["guessed"] for r in log) > 1
-    given = [tokens_of(bita(target, prompt, tuning=tuning, tree=tree, grow=grow_no), 9)
-             for tree, grow_no in (("", None), ("efficient", grow))]
-    assert given == [expected, expected]
 
 
 # ------------------------------------------------------------------------- what training sees
@@ -104,7 +81,7 @@ def test_anchors_are_capped_and_drawn_evenly():
     assert max(abs(count - 2000 / 6) for count in counts) < 100
 
 
-class Watched(CachedLM):
+class Watched(PrefixLM):
     """Keep the logits of the last call."""
 
     def forward(self, *args, **options):

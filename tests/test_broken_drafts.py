@@ -9,9 +9,10 @@ import random
 import pytest
 import torch
 
-from cli.run import TimedLM
+from cli.run import kind_for
 from common import Sampler
 from helpers import tokens_of
+from support.engine import EngineLM
 from test_lossless import METHODS, PROMPT, autoregressive_text, chunks_of, model_of
 
 LINES = {name: line(model_of("llama")) for name, line in METHODS.items()}
@@ -22,10 +23,11 @@ SPOIL = [  # what becomes of the logits [n, V] of a call
     lambda logits: logits.fill_(-torch.inf)]
 
 
-def check(name: str, run_as: type = TimedLM) -> None:
+def check(name: str, run_as: type = EngineLM) -> None:
     model = model_of("llama")
     for sample in Sampler(0), Sampler(1e-4):  # of the second only the likeliest token has any mass
-        chunks = chunks_of(LINES[name], run_as(model), PROMPT, run_as, sample=sample)
+        target = kind_for(LINES[name].method, run_as)(model)
+        chunks = chunks_of(LINES[name], target, PROMPT, run_as, sample=sample)
         assert tokens_of(chunks, 8) == autoregressive_text(model, tuple(PROMPT), 8)
 
 
@@ -34,7 +36,7 @@ def test_a_draft_model_that_overflows(name):
     """Each of its calls is spoiled in another way."""
     rng = random.Random(0)
 
-    class Broken(TimedLM):
+    class Broken(EngineLM):
         def forward(self, *args, **options):
             logits = super().forward(*args, **options).clone()
             if self.model is not model_of("llama"):
@@ -47,11 +49,11 @@ def test_a_draft_model_that_overflows(name):
 @pytest.mark.parametrize("name", [x for x in LINES if LINES[x].drafts and x != "another_tokenizer"])
 def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):
     """As where tokens were added to a tokenizer and not to the target, which then has 61 rows."""
-    drafts, target = copy.deepcopy(LINES[name].drafts), TimedLM(model_of("llama"), 99)
+    drafts, target = copy.deepcopy(LINES[name].drafts), EngineLM(model_of("llama"), 99)
     for draft in drafts:
         draft.resize_token_embeddings(99)
     chunks = chunks_of(LINES[name]._replace(drafts=drafts), target, PROMPT,
-                       lambda x, _: TimedLM(x, 99), sample=Sampler(temperature))
+                       lambda x, _: EngineLM(x, 99), sample=Sampler(temperature))
     found = tokens_of(chunks, 8)
     assert max(found) < target.vocab and target.vocab == 61
     assert temperature or found == autoregressive_text(target.model, tuple(PROMPT), 8)

@@ -25,15 +25,16 @@ from cli.files import read_prompts
 from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
-from cli.run import Run, TimedLM
+from cli.run import Run
 from common import CachedLM, InputError, autoregressive, greedy
 from helpers import ROOT, forget_project, fork, loaded, main, note_calls, script, tokens_of
 from speculative import speculative
+from support.engine import EngineLM
 from support.files import FIGURES, check_result
 from support.layers import move_counts
 from test_structure import FILES, functions_of
 from training import loop as training
-from training.loop import Settings
+from support.settings import Settings
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -133,7 +134,7 @@ def test_only_the_method_is_timed_and_no_further_than_needed(now):
 
 
 @pytest.mark.parametrize("file, reads, argv", [
-    ("bita", "load_tuning", "--tree chain"), ("survey.medusa", "load_heads", "--nodes 3"),
+    ("survey.medusa", "load_heads", "--nodes 3"),
     ("survey.eagle", "load_draft", "--nodes 3"), ("survey.rest", "load_datastore", "--nodes 3"),
     ("survey.sequoia", "load_rates", "--nodes 3 --depth 2")])
 def test_a_trained_file_is_read_once_for_all_prompts(ask, monkeypatch, file, reads, argv):
@@ -208,7 +209,7 @@ def test_compare_takes_the_model_whose_text_a_method_writes(ask):
 
     def of_draft(target, prompt, *, sample=None, log=None):
         target.memo["writer"] = model
-        lm = TimedLM(model)
+        lm = EngineLM(model)
         for chunk in autoregressive(lm, prompt):
             move_counts(lm, target)
             yield chunk
@@ -229,7 +230,7 @@ def test_a_slow_run_says_why():
 
 def test_compare_looks_at_every_prompt_and_at_the_end(ask):
     """A second prompt's output counts, and one that stops early or goes on."""
-    ar = Run(autoregressive, {"target": TimedLM(loaded(TARGET, None, None)[0])}, {}, {})
+    ar = Run(autoregressive, {"target": EngineLM(loaded(TARGET, None, None)[0])}, {}, {})
     ours = Run(autoregressive, ar.models, {}, {})
     ours.prompts, ar.outputs = [[5, 6], [5, 6]], [[7, 8], [7, 8, 9]]
     for first, second, place in ([7, 8], [7, 8], 3), ([7, 8, 9], [7, 8, 9], 3), ([7, 8], [6], 1):
@@ -311,7 +312,7 @@ def test_what_a_method_is_given(ask, monkeypatch):
     assert [(model, run_as.func, run_as.keywords) for model, run_as in checked] == [
         (model, GraphedLM, {"waits": False}) for model in (target, draft)]
     assert seen[::2] == [([], {1}, (target, 1536, kind), (draft, 1536, kind))
-                         for kind in (TimedLM, GraphedLM)]
+                         for kind in (EngineLM, GraphedLM)]
     pools = [pool for pool, *_ in seen]
     assert pools[0] is pools[1] and pools[2] is pools[3] is not pools[0]
 
@@ -350,7 +351,7 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
     ends of the range are in it."""
     methods, commands = functions_of(file)
     for function in [*methods, *commands, Settings]:
-        ranges = read_ranges(Settings) | read_ranges(function)
+        ranges = (usual := read_ranges(Settings)) | read_ranges(function)
         for name, (kind, _) in read_options(function).items():
             # The three have no range of this kind.
             if kind not in (int, float) or name in ("seed", "temperature", "confidence"):
@@ -359,7 +360,7 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
             assert all(fits(x, ranges[name]) for x in ends) != ranges[name].startswith("above")
             for value in outside(ranges[name], kind):
                 with pytest.raises(InputError) as refused:
-                    select_options(Namespace(**{name: value}), function)
+                    select_options(Namespace(**{name: value}), function, ranges=usual)
                 expected = f"{write_option(name)} must be {ranges[name]}, got {value}"
                 assert str(refused.value) == expected
 
@@ -381,6 +382,11 @@ FIRST = [
 REFUSED = """
 speculative --gam 3
 speculative --max-new-tokens 0
+speculative --temperature -1
+jacobi --temperature 1e-7
+jacobi --temperature nan
+jacobi --top-k -1
+jacobi --top-p 1e-46
 speculative --device cuda:99
 speculative --chat
 speculative --draft a --draft b

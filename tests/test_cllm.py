@@ -16,7 +16,8 @@ from common import CachedLM, InputError, autoregressive
 from families import tiny
 from helpers import tokens_of
 from support.parts import score_with
-from training.loop import Settings, Training, divergence, use_settings
+from support.settings import Settings, use_settings
+from training.loop import Training, divergence
 from trainings import WORDLESS
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]

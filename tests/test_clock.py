@@ -9,11 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli.run import TimedLM
-from cli.trees import MaskTrees
 from families import tiny
 from support.clock import Choice, Clock, Costs, best_tree
-from support.layers import FeatureLM
+from support.engine import EngineLM
 
 
 def test_the_best_tree_is_the_best_of_all():
@@ -89,7 +87,7 @@ TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}), ("surve
          ("survey.medusa", "medusa", {}), ("survey.medusa", "medusa", {"heads": "hydra"}),
          ("survey.dflash", "dflash", {}), ("survey.rest", "rest", {}),
          ("survey.recycling", "recycling", {}), ("survey.sequoia", "sequoia", {}),
-         ("hybrid.hybrid", "hybrid", {}), ("bita", "bita", {"grow": MaskTrees()})]
+         ("hybrid.hybrid", "hybrid", {})]
 
 
 @pytest.mark.parametrize("file, name, options", TREES)
@@ -97,9 +95,9 @@ def test_no_call_is_made_to_be_timed(file, name, options, embedded):
     """All passes of the model are that over the prompt and one of each round."""
     target, draft, tokenizer = embedded
     method, log, passes = getattr(importlib.import_module(file), name), [], []
-    lms = [FeatureLM(target, 1536)]
+    lms = [EngineLM(target, 1536)]
     if "draft" in inspect.signature(method).parameters:
-        lms.append(FeatureLM(draft, 1536))
+        lms.append(EngineLM(draft, 1536))
     prompt = tokenizer.encode("Tom has 3 apples. He buys 4 more. How many apples does Tom have?")
     chunks = method(*lms, prompt, log=log, **options)
     next(chunks)  # files are read, and what they hold is checked
@@ -112,7 +110,7 @@ def test_no_call_is_made_to_be_timed(file, name, options, embedded):
 
 def test_what_is_made_once_is_set_up(now):
     """The time of a nested `once` counts once."""
-    lm = TimedLM(tiny("llama"))
+    lm = EngineLM(tiny("llama"))
 
     def make():
         now[0] += 3

@@ -11,18 +11,21 @@ from transformers.generation.logits_process import (TemperatureLogitsWarper, Top
 
 from cli.graphs import GraphedLM
 from cli.loading import load_checked
-from cli.run import Run, TimedLM
-from common import (CachedLM, InputError, KVCache, Sampler, autoregressive, check, context_length,
-                    eos_ids, greedy, load, trie, until, walk)
+from cli.run import Run
+from common import (CachedLM, InputError, KVCache, Sampler, autoregressive, context_length, eos_ids,
+                    greedy, trie, until, walk)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, OTHERS, VOCAB, tiny
 from helpers import ROOT, prefill
 from laws import chi_square_ok
 from speculative import speculative
+from support.engine import EngineLM, check, load
+from support.recurrent import RecurrentCache
 from survey.another_tokenizer import another_tokenizer
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
-BOTH = pytest.mark.parametrize("run_as", [TimedLM, GraphedLM])
+LOOSE = dict(atol=1e-3, rtol=1e-3)  # states add up over a text, on each CPU in another order
+BOTH = pytest.mark.parametrize("run_as", [EngineLM, GraphedLM])
 ALL = [*FAMILIES, *MORE_FAMILIES, *OTHERS]
 FEW = ("llama", "gpt2", "gemma3", "gpt-oss", "deepseek-v3")  # as graphs: one of each kind of mask
 
@@ -79,12 +82,15 @@ def grow(lm, rng, context: list[int], ids: list[int]) -> None:
     assert lm.parents[old:] == list(range(old - 1, old + n - 1) if parents is None else parents)
     texts = [context + [ids[j] for j in path_to(i, lm.parents)] for i in range(old, old + n)]
     expected, features = alone(lm.model, *texts)
-    torch.testing.assert_close(logits, expected[n - len(logits):], **CLOSE)
-    torch.testing.assert_close(lm.features, features, **CLOSE)
+    close = LOOSE if isinstance(lm.cache, RecurrentCache) else CLOSE
+    torch.testing.assert_close(logits, expected[n - len(logits):], **close)
+    if isinstance(lm, EngineLM):
+        torch.testing.assert_close(lm.features, features, **close)
 
 
-@pytest.mark.parametrize("name, run_as", [*((name, TimedLM) for name in ALL),
-                                          *((name, GraphedLM) for name in FEW)])
+@pytest.mark.parametrize("name, run_as", [*((name, EngineLM) for name in ALL),
+                                          *((name, kind) for name in FEW
+                                            for kind in (CachedLM, GraphedLM))])
 def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
     """One model with a cache does it all, so that what earlier trees left in its buffers must reach
     nothing."""
@@ -106,7 +112,7 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
                 context = context[:rng.randint(len(context) // 2, len(context))]
                 lm.truncate(len(context))
             assert lm.length == len(context) and lm.parents == []
-            fresh = CachedLM(model)
+            fresh = EngineLM(model)
             fresh.start(context)
             for ours, theirs in zip(buffers_of(lm), buffers_of(fresh)):
                 torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
@@ -123,13 +129,11 @@ def test_each_layer_has_its_buffers_where_its_keys_are():
 
 # -------------------------------------------------------------------------------------- misuse
 
-ROWS = [(torch.ones(2, 3, 8), torch.ones(2, 3, 8))] * 2  # of a prefix for the tiny Llama
 WRONG = {
     "no node": lambda lm: lm.forward([]),
     "a parent too few": lambda lm: lm.forward([4, 5], [-1]),
     "its own parent": lambda lm: lm.forward([4, 5], [-1, 4]),
     "a parent below -1": lambda lm: lm.forward([4, 5], [-1, -2]),
-    "too few see": lambda lm: lm.forward([4, 5, 6], sees_prefix=[True] * 2),
     "an unknown token": lambda lm: lm.forward([4, VOCAB]),
     "Ctrl-C in the second layer": lambda lm: lm.forward([4, 5]),
     "a path from below": lambda lm: lm.commit([2]),
@@ -147,7 +151,7 @@ def test_a_call_that_fails_changes_nothing(wrong, run_as):
     model = tiny("llama")
     lm, fresh = run_as(model), run_as(model)
     for each in (lm, fresh):
-        each.start([1, 2, 3], prefix=ROWS)
+        each.start([1, 2, 3])
         each.forward([4, 5, 6], [-1, -1, 0])
     known = lm.calls, [*lm.passes], lm.length, lm.parents
 
@@ -172,7 +176,7 @@ BEGIN = {  # with a CachedLM of a tiny Llama
     r"token ids, got \['T'": lambda lm: autoregressive(lm, "Tom"),
     "one of them twice$": lambda lm: speculative(lm, lm, [3]),
     "own, got the target's$": lambda lm: another_tokenizer(lm, lm, [3], tokenizers=[]),
-    "the target's 61 tokens, got 45;": lambda lm: speculative(
+    "a draft of 61 tokens, got 45": lambda lm: speculative(
         lm, CachedLM(tiny("llama", vocab_size=45)), [3]),
     "eval mode": lambda lm: lm.model.train() and autoregressive(lm, [3]),
     "still in torch.float32": lambda lm: lm.model.half() and autoregressive(lm, [3])}
@@ -181,7 +185,7 @@ BEGIN = {  # with a CachedLM of a tiny Llama
 @pytest.mark.parametrize("said", BEGIN)
 def test_what_no_method_can_begin_with(said):
     with pytest.raises(InputError, match=f"^(expected|--draft must) .*{said}"):
-        next(BEGIN[said](CachedLM(tiny("llama", 3))))
+        next(BEGIN[said](EngineLM(tiny("llama", 3))))
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -246,14 +250,6 @@ def test_a_sampler_is_seeded_by_any_integer():
     logits = torch.randn(100, 30, generator=torch.Generator().manual_seed(0))
     for seed in (3, -1, 2 ** 64, 10 ** 30):
         assert Sampler(seed=seed)(logits) == Sampler(seed=seed)(logits) != Sampler(seed=4)(logits)
-
-
-@pytest.mark.parametrize("option, wrong", [
-    ("temperature", -1.0), ("temperature", 1e-7), ("temperature", 1e7), ("temperature", math.nan),
-    ("top_k", -1), ("top_p", 1e-46), ("top_p", 1.1), ("top_p", math.nan)])
-def test_a_sampler_names_the_number_that_is_wrong(option, wrong):
-    with pytest.raises(InputError, match=f"^expected .*{option}.*, got .*{wrong}"):
-        Sampler(**{option: wrong})
 
 
 # ------------------------------------------------------------------------------------ decoding
@@ -361,7 +357,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
     def read(path, **_):
         raise OSError("not here")
     monkeypatch.setattr("cli.loading.get_session", type("Session", (), {"head": ask}))
-    monkeypatch.setattr("common.AutoTokenizer.from_pretrained", read)
+    monkeypatch.setattr("support.engine.AutoTokenizer.from_pretrained", read)
     with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
         load_checked("nope/model", None, None)
     monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, name: "config.json")

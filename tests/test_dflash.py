@@ -11,7 +11,7 @@ from common import InputError, KVCache
 from fake_models import path_to
 from families import rand, tiny
 from helpers import note_calls, tokens_of
-from support.layers import FeatureLM, depth_of
+from support.engine import EngineLM, depth_of
 from support.parts import score_with
 from survey import dflash as module
 from support.released import describe_dflash
@@ -100,12 +100,12 @@ def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
     """The guesses are compared after each round of a text."""
     w, seen = draw_tensors(), note_calls(monkeypatch, module, "grow_block")
     adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
-    for chunk in itertools.islice(dflash(FeatureLM(MODEL), text, adapter=adapter), 6):
+    for chunk in itertools.islice(dflash(EngineLM(MODEL), text, adapter=adapter), 6):
         _, z, root, nodes = seen.pop()
         torch.testing.assert_close(z, guess_by_formula(w, text), atol=1e-4, rtol=1e-4)
         assert (root, nodes) == (text[-1], 4)
         text = text + chunk
-    chunks = dflash(FeatureLM(MODEL), [7], adapter=str(tmp_path), nodes=9)
+    chunks = dflash(EngineLM(MODEL), [7], adapter=str(tmp_path), nodes=9)
     assert tokens_of(chunks, 4) == MODEL.generate(torch.tensor([[7]]), max_new_tokens=4,
                                                   do_sample=False)[0, 1:].tolist()
 

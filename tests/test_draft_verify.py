@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from common import CachedLM, InputError
+from common import InputError
 from families import tiny
 from helpers import note_calls
+from support.engine import EngineLM
 from support.parts import save_facts
 from survey import draft_verify as module
 from survey.draft_verify import (draft_verify, load_blocks, measure_agreement, measure_costs,
@@ -35,7 +36,7 @@ def zeroed(skipped: dict):
 
 def draft_logits(model, text: list[int]) -> torch.Tensor:
     """Compute the draft's logits [1, V] after a text, on the whole model's rows of it."""
-    whole, draft = CachedLM(model), CachedLM(without(model, SOME))
+    whole, draft = EngineLM(model), EngineLM(without(model, SOME))
     whole.start(text[:-1])
     draft.cache, draft.length = whole.cache, whole.length
     return draft.forward(text[-1:])
@@ -57,7 +58,7 @@ def test_a_model_without_blocks_is_one_whose_blocks_add_nothing():
 def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monkeypatch):
     """Chances of the draft's tokens are written down, the last one as if it had overflowed."""
     chances, log = iter([0.9, 0.5, 0.7, 0.3, 0.9, 0.9, 0.59, math.nan]), []
-    target, forward = CachedLM(tiny("llama")), CachedLM.forward
+    target, forward = EngineLM(tiny("llama")), EngineLM.forward
 
     def forward_by_chances(lm, ids, **how):
         logits = forward(lm, ids, **how)
@@ -66,7 +67,7 @@ def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monke
         chance = next(chances)
         others = torch.full_like(logits, (1 - chance) / (logits.shape[1] - 1)).log()
         return others.index_fill(1, torch.tensor([5]), math.log(chance))
-    monkeypatch.setattr(CachedLM, "forward", forward_by_chances)
+    monkeypatch.setattr(EngineLM, "forward", forward_by_chances)
     chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, skipped=NOTHING, log=log,
                           adaptive=False)
     for _ in range(4):
@@ -92,7 +93,7 @@ def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresho
     shares = [0.95, 0.475, 0.7375, 0.86875, 0.934375]
     given = note_calls(monkeypatch, module, "move_threshold")
     monkeypatch.setattr(module, "verify", lambda *_: (next(script), 7))
-    chunks = draft_verify(CachedLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
+    chunks = draft_verify(EngineLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
                           skipped=SOME, log=log)
     for _ in shares:
         next(chunks)

@@ -10,7 +10,7 @@ from fake_models import path_to
 from families import FAMILIES, SCALED, rand, tiny
 from helpers import note_calls
 from support.clock import best_tree
-from support.layers import FeatureLM
+from support.engine import EngineLM
 from support.parts import score_with
 from survey import eagle as module
 from survey.eagle import EagleLayer, compute_features, eagle, eagle_loss
@@ -52,7 +52,7 @@ def grow_by_hand(model, draft, text, n) -> set[tuple]:
 def test_a_tree_has_the_likeliest_paths(accept, nodes, n, monkeypatch):
     """The target is fed the tree after a prompt that is read in two parts."""
     model, text = tiny("llama", vocab_size=5), [i * i % 5 for i in range(131)]
-    draft, target = rand(EagleLayer(model), accept, 0.2), FeatureLM(model)
+    draft, target = rand(EagleLayer(model), accept, 0.2), EngineLM(model)
     draft.keep([4, 0, 3, 1, 2])
     trees = note_calls(monkeypatch, target, "forward")
     next(eagle(target, text, nodes=nodes, trained=draft))

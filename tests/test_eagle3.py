@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from cli.run import TimedLM
 from common import InputError
 from families import rand, tiny
 from naive import NaiveLM
-from support.layers import (FeatureLM, choose_taps, depth_of, read_taps, tap_layers, tap_widths)
+from support.engine import EngineLM, depth_of, tap_layers
+from support.layers import choose_taps, read_taps, tap_widths
 from support.parts import head_for, score_with
 from survey.eagle import Pairs
 from survey.eagle3 import (Eagle3Layer, choose_lessons, load_draft, make_config, read_target,
@@ -63,7 +63,7 @@ def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch
     monkeypatch.setitem(METHODS, name, lambda _: line)
     monkeypatch.setattr(f"survey.{name}.Clock.choose", lambda *_: next(chosen))
     monkeypatch.setattr(f"survey.{name}.Clock.note", lambda *_: None)
-    found = play_rounds(name, model, prompt, TimedLM)
+    found = play_rounds(name, model, prompt, EngineLM)
     assert play_rounds(name, model, prompt, NaiveLM, anew=True) == found
     assert {record["accepted"] for _, _, record in found} >= {0, 1}
 
@@ -81,7 +81,7 @@ def test_training_gives_the_layer_what_decoding_gives_it(make, decay):
     learns, probs = choose_lessons(draft, ids, answers, hidden, score_with(MODEL))
     assert learns[0].tolist() == [False] * 4 + [True] * 8 and probs.shape == (8, 61)
     losses = {0: [], 1: [], 2: []}
-    lm = FeatureLM(draft.lm)
+    lm = EngineLM(draft.lm)
     for j in range(len(TEXT) - 2):
         lm.start([])
         logits = lm.forward(draft.join(*Pairs(features[0, :j + 1], TEXT[1:j + 2])))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from families import deep, rand
-from support.layers import FeatureLM, split_layers
+from support.engine import EngineLM
+from support.layers import split_layers
 from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
 from training.acceptance import Text
@@ -37,7 +38,7 @@ def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(threshold,
     """Whatever was rejected, the cache of the early layers and the adapter is as if it were new."""
     model = deep("llama", vocab_size=8)
     network = rand(Exit(model, E), scale=0.3)
-    target, text, log = FeatureLM(model), PROMPT, []
+    target, text, log = EngineLM(model), PROMPT, []
     early, _ = target.once(split_layers, target, E, network)
     chunks = early_exit(target, text, gamma=3, threshold=threshold, trained=network, log=log)
     for _ in range(12):
@@ -52,7 +53,7 @@ def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(threshold,
         assert chunk[:-1] == guesses[:len(chunk) - 1]
         assert log[-1] == {"drafted": len(guesses), "accepted": len(chunk) - 1,
                            "layers": (len(guesses) + 1) * 2.5 + 2}
-        fresh, _ = split_layers(FeatureLM(model), E, network)
+        fresh, _ = split_layers(EngineLM(model), E, network)
         fresh.start(text[:-1], taps=[E])
         assert early.length == fresh.length and early.cache.layers.keys() == {0, 1, 2}
         for layer, found in early.cache.layers.items():

@@ -8,14 +8,14 @@ import torch
 import speculative
 from bench import Ours
 from cli.graphs import capture
-from cli.run import TimedLM
 from common import InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from families import tiny
 from gpu_dry import count
 from helpers import main
+from support.engine import EngineLM
 from survey import sequoia
-from training.loop import Settings, use_settings
+from support.settings import Settings, use_settings
 from trainings import PROMPTS, TRAININGS, make_llama, run
 
 
@@ -106,7 +106,7 @@ def test_a_command_line_runs_on_the_simulated_gpu(graphs, small_llama, capsys):
 def test_what_a_method_asks_of_a_gpu_is_counted_without_its_prompt():
     """Autoregressive decoding makes a call for each token, and waits only for that token."""
     with FakeCuda() as gpu:
-        lm = TimedLM(tiny("llama").to("cuda"))
+        lm = EngineLM(tiny("llama").to("cuda"))
         methods = [Ours(autoregressive, {"target": lm}, n, set(), Sampler(0)) for n in (1, 3, 9)]
         none, *rows = [count(gpu, "AR", method, [[5] * 9]) for method in methods]
     assert none == ["AR", *["nan"] * 4]  # the first round makes all tokens

@@ -15,7 +15,7 @@ from hybrid.fit import CLASSES, fit, fit_pool, fit_trust, replay_answers, replay
 from hybrid.guessers import load_trust, pool_chances
 from hybrid.hybrid import hybrid
 from hybrid.ngrams import NGrams
-from support.layers import FeatureLM
+from support.engine import EngineLM
 from survey.medusa import Heads
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from trainings import WORDLESS
@@ -85,7 +85,7 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
     for guess, said in (("dflash", "--guess must be one that .* was fitted for, got dflash"),
                         ("hydra", "--trust must be a .* fitted for this part of hydra, got")):
         with pytest.raises(InputError, match=said):
-            next(hybrid(FeatureLM(model), [1], guess=guess, trust=file))
+            next(hybrid(EngineLM(model), [1], guess=guess, trust=file))
 
 
 def test_a_part_is_replayed_in_rounds():
@@ -118,7 +118,7 @@ def test_answers_are_replayed_as_in_decoding(monkeypatch):
         (as_tokens(self.text), dict(self.successors.rows))) or real(self, path))
     data = [([3, 9, 7], [4, 5, 4, 9]), ([9, 3], [5, 4])]
     store = Datastore(as_text([7, 6]) + BOUNDARY)
-    tokens, entries, guessed = replay_answers(FeatureLM(model, 50), data, store, parts)
+    tokens, entries, guessed = replay_answers(EngineLM(model, 50), data, store, parts)
     assert tokens == as_text([4, 5, 4, 9, 5, 4]) and [*map(len, guessed.values())] == [6, 6]
     assert entries[0] == [((1, 0, 0), Counter(as_text([6])))]
     assert entries[3][0] == ((0, 0, 0), Counter(as_text([5])))

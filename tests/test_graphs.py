@@ -10,20 +10,21 @@ import torch
 from bita import bita
 from cli import graphs
 from cli.graphs import WIDTHS, GraphedLM
-from cli.run import TimedLM
-from common import InputError, autoregressive, check
+from cli.run import kind_for
+from common import InputError, autoregressive
 from fake_cuda import FakeCuda
 from families import near, tiny
 from helpers import tokens_of
 from speculative import speculative
+from support.engine import EngineLM, check
 from test_common import CLOSE
 from test_lossless import tuning_of
 
 PROMPT = [5, 9, 3, 14, 7] * 24
 
 
-def both(model) -> tuple[GraphedLM, TimedLM]:
-    return GraphedLM(model, waits=False), TimedLM(model)
+def both(model) -> tuple[GraphedLM, EngineLM]:
+    return GraphedLM(model, waits=False), EngineLM(model)
 
 
 # -------------------------------------------------------------------------------- not captured
@@ -87,7 +88,7 @@ def check_replayed(method, lms: list[GraphedLM], **options) -> None:
     each pass is a replay: Python runs no model."""
     def decode() -> list[int]:
         return tokens_of(method(*lms, PROMPT, **options), 5)
-    expected, ran = tokens_of(autoregressive(TimedLM(lms[0].model), PROMPT), 5), []
+    expected, ran = tokens_of(autoregressive(EngineLM(lms[0].model), PROMPT), 5), []
     assert decode() == decode() == expected
     for lm in lms:
         lm.model.register_forward_pre_hook(
@@ -115,7 +116,7 @@ def test_masks_of_two_kinds_are_captured(gpu):
 def test_captured_embeddings_and_prefix_rows(gpu):
     """The graphs stay when as many prefix rows are given again, as for every prompt."""
     model = on_gpu("gpt2")
-    lm = GraphedLM(model)
+    lm = kind_for(bita, GraphedLM)(model)
     for _ in range(2):
         check_replayed(bita, [lm], tree="full", k=2, tuning=tuning_of(model, 4, 3))
     assert {len(shape) for *_, shape in lm.captured} == {2, 3} and lm.prefix == 4
@@ -174,7 +175,7 @@ def test_a_pass_that_no_graph_replays_is_refused(spoil, said, gpu):
     spoil(model)
     at_once = functools.partial(GraphedLM, waits=False)
     check(model, at_once)
-    check(model.to("cuda"), TimedLM)
+    check(model.to("cuda"), EngineLM)
     with pytest.raises(InputError, match=said) as no:
         check(model, at_once)
     assert "\n" not in str(no.value)

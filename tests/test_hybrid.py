@@ -13,7 +13,7 @@ from hybrid.guessers import Trained, pool_chances
 from hybrid.hybrid import grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
 from support.clock import RANKS
-from support.layers import FeatureLM
+from support.engine import EngineLM
 from survey.eagle import Pairs
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
@@ -25,7 +25,7 @@ POOL = [3.0, 0.5, 0.5]
 
 def random_part(model, kind: str):
     """Make a random part of a kind, and a target that finds it in the file "part"."""
-    target = FeatureLM(model)
+    target = EngineLM(model)
     part = METHODS[kind](model).options["trained"]
     target.memo = trusting(model, part, kind)(target)
     return target, part

@@ -11,7 +11,8 @@ from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3Mo
 from common import InputError
 from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
                       deep, tiny)
-from support.layers import FeatureLM, depth_of, list_layers, pass_on, split_layers, take_layers
+from support.engine import EngineLM, depth_of, list_layers
+from support.layers import pass_on, split_layers, take_layers
 import train as recipe
 from training import loop as training
 from trainings import WORDLESS
@@ -104,4 +105,4 @@ def test_a_draft_of_a_model_that_reads_images_is_distilled(make, tmp_path, monke
     ("llama", 2, "--E must be 1 to 1 for .* 2 layers, got 2")])
 def test_models_that_cannot_be_split_are_refused(name, E, said):
     with pytest.raises(InputError, match=said):
-        split_layers(FeatureLM(tiny(name)), E)
+        split_layers(EngineLM(tiny(name)), E)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.run import TimedLM, count_guesses
+from cli.run import count_guesses
 from common import autoregressive
 from families import deep
 from helpers import tokens_of
-from support.layers import FeatureLM
+from support.engine import EngineLM
 from support.parts import save_part
 from survey.layerskip import export, layerskip, load_tuned, measure_exit, tuning_loss
 from training.low_rank import add_low_rank
@@ -26,7 +26,7 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
     """A round has γ + 1 rows. The late layers run in one call. The head reads a row for each guess,
     and all rows of the verification, but none of the prompt."""
     model, runs, heads, how = deep("llama"), [], [], dict(E=2, gamma=3, tuning="")
-    target = TimedLM(model)
+    target = EngineLM(model)
     for i, layer in enumerate(model.model.layers):
         layer.register_forward_pre_hook(lambda _, x, i=i: runs.append((i, x[0].shape[1])))
     model.lm_head.register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0].shape[-2]))
@@ -110,9 +110,9 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
     torch.testing.assert_close(loaded(input_ids=ids).logits, tuned(input_ids=ids).logits,
                                atol=1e-4, rtol=1e-4)
     for given, layers in ((0, 2), (3, 3)):  # as the file says, or as is asked for
-        log, lm = [], FeatureLM(model)
+        log, lm = [], EngineLM(model)
         chunks = layerskip(lm, PROMPT, tuning=str(file), E=given, gamma=2, log=log)
-        assert tokens_of(chunks, 8) == tokens_of(autoregressive(FeatureLM(loaded), PROMPT), 8)
+        assert tokens_of(chunks, 8) == tokens_of(autoregressive(EngineLM(loaded), PROMPT), 8)
         assert log[0]["layers"] == 2 * layers + 4 and lm.memo["writer"] is not model
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
     assert not torch.allclose(loaded(input_ids=ids).logits, expected)

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from cli.loading import encode_data, encode_pair, encode_prompts, load_checked
-from common import CachedLM, InputError, autoregressive, context_length, load
+from cli.commands import encode_data, encode_pair
+from cli.loading import encode_prompts, load_checked
+from common import CachedLM, InputError, autoregressive, context_length, windows_of
 from families import FAMILIES, MORE_FAMILIES, tiny
 from helpers import ROOT, fork, script, tokens_of
-from support.layers import vocab_size
+from support.engine import EngineLM, load, vocab_size
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_a_window_counts_where_the_family_uses_it(family):
     """A key of the file may be a stray one. Beyond its window a prepared model computes what its
     own pass does."""
     model = tiny(family, sliding_window=9)
-    lm = CachedLM(model)
+    lm = EngineLM(model)
     text = torch.randint(5, 60, (28,), generator=torch.Generator().manual_seed(1)).tolist()
     lm.start(text[:20])
     expected = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, 20:]
@@ -139,9 +140,9 @@ def test_a_window_counts_where_the_family_uses_it(family):
     assert (9 in lm.windows.values()) == uses
 
 
-def test_a_stray_window_is_forgotten_where_a_directory_is_loaded(folder):
+def test_a_stray_window_is_ignored_where_a_directory_is_loaded(folder):
     change_json(folder / "config.json", sliding_window=9)
-    assert load(str(folder), "cpu", "float32")[0].config.sliding_window is None
+    assert windows_of(load(str(folder), "cpu", "float32")[0]) == {"sliding_attention": None}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gpt-oss"])

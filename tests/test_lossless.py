@@ -49,7 +49,7 @@ import mjsd
 import ouroboros
 import speculative
 from cli.graphs import GraphedLM
-from cli.run import TimedLM
+from cli.run import kind_for
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
 from fake_models import path_to
@@ -58,6 +58,7 @@ from helpers import tokens_of
 from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from naive import KnowingLM, NaiveLM
+from support.engine import EngineLM
 from support.released import describe_dflash, some_weights
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
@@ -78,7 +79,7 @@ near = functools.cache(families.near)  # the same draft wherever a line names it
 
 @functools.cache
 def autoregressive_text(model, prompt: tuple, n: int) -> list[int]:
-    return tokens_of(autoregressive(TimedLM(model), [*prompt]), n)
+    return tokens_of(autoregressive(EngineLM(model), [*prompt]), n)
 
 
 class Line(NamedTuple):
@@ -244,7 +245,7 @@ REFUSED = {  # families that a method says it cannot run
     "early_exit": ["gpt2", "opt", "granite4"], "layerskip": ["gpt2"]}
 
 
-def chunks_of(line: Line, target: TimedLM, prompt: list[int], run_as: type = TimedLM, **options):
+def chunks_of(line: Line, target: EngineLM, prompt: list[int], run_as: type = EngineLM, **options):
     """Start a method as its line says, with these options instead of the line's."""
     drafts = [run_as(draft, target.vocab) for draft in line.drafts]
     target.memo |= line.memo(target, *drafts)
@@ -263,11 +264,12 @@ def model_of(family: str, device: str = "", context: int = END, **changes):
     return tiny(family, max_position_embeddings=context, **changes).to(device or families.DEVICE)
 
 
-def check_greedy(name: str, model, prompt: list[int], n: int, run_as: type = TimedLM) -> None:
+def check_greedy(name: str, model, prompt: list[int], n: int, run_as: type = EngineLM) -> None:
     """Check n greedy tokens against autoregressive ones."""
     line = METHODS[name](model)
     expected = autoregressive_text(line.text_of or model, tuple(prompt), n)
-    assert tokens_of(chunks_of(line, run_as(model), prompt, run_as), n) == expected
+    target = kind_for(line.method, run_as)(model)
+    assert tokens_of(chunks_of(line, target, prompt, run_as), n) == expected
 
 
 def list_rows() -> list[tuple[str, str]]:
@@ -305,26 +307,24 @@ def test_autoregressive_text_is_that_of_transformers(family):
     # Without a mask `generate` would hide the prompt's tokens that look like padding.
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=END - 3,
                               do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
-    assert tokens_of(autoregressive(TimedLM(model), PROMPT), END - 3) == expected
+    assert tokens_of(autoregressive(EngineLM(model), PROMPT), END - 3) == expected
     assert len(set(expected)) > 3
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_one_method_at_a_time_on_a_model(name):
-    """One that was left in the middle cannot go on when another has begun, which it cannot disturb.
-    A prompt may be a tensor, and must have a token."""
+def test_a_model_serves_one_method_after_another(name):
+    """Nothing is left of one that was stopped in the middle. A prompt may be a tensor, and must
+    have a token."""
     model = model_of("llama")
     line = METHODS[name](model)
-    target, *drafts = [TimedLM(x) for x in (model, *line.drafts)]
+    target = kind_for(line.method, EngineLM)(model)
+    drafts = [EngineLM(x) for x in line.drafts]
     target.memo |= line.memo(target, *drafts)
     options = line.options | ({"more_drafts": drafts[1:]} if drafts[1:] else {})
     first, second, third = (line.method(target, *drafts[:1], prompt, **options)
                             for prompt in (PROMPT, torch.tensor([5, 2]), []))
     next(first)
-    found = next(second)
-    with pytest.raises(InputError, match="one method at a time"):
-        next(first)
-    found += tokens_of(second, 9)
+    found = tokens_of(second, 9)
     assert found == autoregressive_text(line.text_of or model, (5, 2), len(found))
     assert target.memo.get("writer", model) is (line.text_of or model)
     with pytest.raises(InputError, match=r"1 or more token ids, got \[\]"):
@@ -355,8 +355,8 @@ def play_rounds(name: str, model, prompt: list[int], run_as: type, anew: bool = 
         kept = {"successors": recycling.Successors()}
     while len(rounds) < 9:
         if anew or chunks is None:
-            target, log, fed = run_as(model), [], []
             line = (METHODS | LOSSY)[name](model)
+            target, log, fed = kind_for(line.method, run_as)(model), [], []
             chunks = chunks_of(line, target, text[:], run_as, log=log, **kept)
             forward = target.forward
 
@@ -383,8 +383,8 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
     prompt = [i ** 3 // 5 % 8 for i in range(20)]
     with monkeypatch.context() as patch:
         patch.setattr(CachedLM, "PART", 16)
-        found = play_rounds(name, model, prompt, TimedLM)
-    monkeypatch.setattr(online, "CachedLM", NaiveLM)  # the draft that learns
+        found = play_rounds(name, model, prompt, EngineLM)
+    monkeypatch.setattr(online, "EngineLM", NaiveLM)  # the draft that learns
     assert play_rounds(name, model, prompt, NaiveLM, anew=name not in REMEMBERING) == found
     own = 2 if name == "pass" else 1  # tokens of a round that no guess made
     assert all(record.get("accepted", len(chunk) - own) == len(chunk) - own
@@ -438,7 +438,8 @@ def test_models_are_fed_the_text_and_each_token_once(name, monkeypatch):
         text = PROMPT * 4
         with monkeypatch.context() as patch:
             watch_what_is_fed(patch, text)
-            chunks = chunks_of(line, TimedLM(model), text[:], sample=sample, **options)
+            target = kind_for(line.method, EngineLM)(model)
+            chunks = chunks_of(line, target, text[:], sample=sample, **options)
             for chunk in itertools.islice(chunks, 9):
                 text += chunk
                 lengths.add(len(chunk))
@@ -455,12 +456,13 @@ def test_greedy_text_in_passes_of_few_shapes(name):
 
 # ---------------------------------------------------------------------------------- a GPU
 
-def texts_on(device: str, name: str, run_as=TimedLM) -> list[list[list[int]]]:
+def texts_on(device: str, name: str, run_as=EngineLM) -> list[list[list[int]]]:
     """Write two chunks of a greedy text and two of a sampled one, with all models on a device. The
     second round goes on from what the first one kept."""
     model = model_of("llama", device)
     line = METHODS[name](model)
-    return [[*itertools.islice(chunks_of(line, run_as(model), PROMPT, run_as, sample=sample), 2)]
+    kind = kind_for(line.method, run_as)
+    return [[*itertools.islice(chunks_of(line, kind(model), PROMPT, run_as, sample=sample), 2)]
             for sample in (Sampler(0), Sampler(0.7, seed=1))]
 
 
@@ -469,7 +471,7 @@ CAPTURED = ["speculative", "bita", "eagle", "dflash", "draft_verify"]
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.cuda)],
                          ids=["simulated", "real"])
-@pytest.mark.parametrize("name, run_as", [*((name, TimedLM) for name in METHODS),
+@pytest.mark.parametrize("name, run_as", [*((name, EngineLM) for name in METHODS),
                                           *((name, GraphedLM) for name in CAPTURED)])
 def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
     """It refuses a mask or an index that was left on the CPU, and so on. All that changes from call
@@ -507,7 +509,8 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
         model = model_of(family)
         line = METHODS[name](model)
         line = line._replace(drafts=[model for _ in line.drafts])
-        chunks = chunks_of(line, TimedLM(model), PROMPT, sample=sample, **options)
+        target = kind_for(line.method, EngineLM)(model)
+        chunks = chunks_of(line, target, PROMPT, sample=sample, **options)
         assert min(len(next(chunks)) for _ in range(6)) >= whole, family
 
 
@@ -522,7 +525,7 @@ def test_sampled_text_has_the_targets_law(name, monkeypatch):
     monkeypatch.setattr(sequoia, "draw_children", draw_by_choices)
     monkeypatch.setattr(KnowingLM, "known", {})
     model, prompt, lengths = tiny("llama", vocab_size=8), [0, 1, 2, 0, 1], set()
-    line, run_as = METHODS[name](model), TimedLM if name == "triforce" else KnowingLM
+    line, run_as = METHODS[name](model), EngineLM if name == "triforce" else KnowingLM
     V, target, reference = line.vocab, run_as(model, line.vocab), line.text_of or model
 
     @functools.cache

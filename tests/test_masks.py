@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import CachedLM, Sampler
+from common import Sampler
 from families import tiny
 from helpers import mask_logits
+from support.engine import EngineLM
 from survey import masks as module
 from survey.masks import measure_all_right, pass_sampling, plan_space, space, tune
 from training import loop as training
@@ -25,7 +26,7 @@ def test_pass_guesses_from_what_training_sees(name, monkeypatch):
     tokens, verify = tuning_of(model, 0, 3), module.verify
     monkeypatch.setattr(module, "verify",
                         lambda p, q, *more: drawn.append(q.clone()) or verify(p, q, *more))
-    text, target = [5, 3, 14, 15, 9, 2, 6], CachedLM(model)
+    text, target = [5, 3, 14, 15, 9, 2, 6], EngineLM(model)
     chunks = pass_sampling(target, text, L=2, trained=tokens, sample=Sampler(1.0))
     for _ in range(5):
         chunk = next(chunks)
@@ -41,8 +42,8 @@ def test_space_guesses_from_what_training_sees(monkeypatch):
     model, made, lengths = tiny("llama", vocab_size=8), [], set()
     mask = tuning_of(model, 0, 1).masks
     monkeypatch.setattr(module, "greedy", lambda x: made.append(x.argmax(-1).tolist()) or made[-1])
-    text, target = [5, 3, 4, 1, 2, 6], CachedLM(model)
-    target.memo[module.load_space, ("own", target)] = CachedLM(model), mask, []
+    text, target = [5, 3, 4, 1, 2, 6], EngineLM(model)
+    target.memo[module.load_space, ("own", target)] = EngineLM(model), mask, []
     chunks = space(target, text, k=2, tuning="own", sample=Sampler(1.0))
     for _ in range(9):
         chunk = next(chunks)

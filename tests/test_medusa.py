@@ -8,7 +8,7 @@ from fake_models import path_to
 from families import rand, tiny
 from helpers import note_calls
 from support.clock import best_tree
-from support.layers import FeatureLM
+from support.engine import EngineLM
 from survey import medusa as module
 from survey.medusa import (KINDS, Heads, accuracy, collect_features, fill_tree, medusa,
                            typical_path)
@@ -43,7 +43,7 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind):
     """Hydra's heads read the tokens down to the parent. The tokenizer knows the first 20 alone."""
     model, f = tiny("llama"), random_features(1)
     heads, tree = random_heads(model, kind), best_tree(ACCEPT, 16)
-    ids = fill_tree(heads, FeatureLM(model, 20), f, 3, tree)
+    ids = fill_tree(heads, EngineLM(model, 20), f, 3, tree)
     parents = [node.parent for node in tree]
     for token, node in zip(ids[1:], tree[1:], strict=True):
         above = torch.tensor([[ids[x] for x in path_to(node.parent, parents)]])
@@ -74,7 +74,7 @@ def test_typical_acceptance_by_hand(epsilon, delta, path):
 
 def test_typical_options_reach_the_rule(monkeypatch):
     model, seen = tiny("llama"), note_calls(monkeypatch, module, "typical_path")
-    next(medusa(FeatureLM(model), [3, 4], nodes=5, trained=random_heads(model, "medusa"),
+    next(medusa(EngineLM(model), [3, 4], nodes=5, trained=random_heads(model, "medusa"),
                 typical=True, epsilon=0.2, delta=0.7))
     assert [given[-2:] for given in seen] == [(0.2, 0.7)]
 
@@ -87,7 +87,7 @@ DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([1], [2, 3, 4, 5, 6])]
 def test_features_stand_beside_the_tokens_after_them():
     """From the last position but one of a prompt on, as long as head 1 has a token to guess."""
     model = tiny("llama")
-    lm = FeatureLM(model)
+    lm = EngineLM(model)
     for (prompt, answer), (f, tokens) in zip(DATA, collect_features(model, DATA, 2), strict=True):
         text, first = prompt + answer, max(0, len(prompt) - 2)
         lm.start(text)

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cli.run import TimedLM
-from common import InputError, check
+from common import InputError
 from families import tiny
 from support.clock import rank_tokens
-from support.layers import list_layers
+from support.engine import EngineLM, check, list_layers
 from survey.mtp import load_draft, mtp
 
 TEXT = [31, 4, 15, 26, 53, 8, 9, 7, 3]
@@ -77,7 +76,7 @@ def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
     seen, text, texts = [], TEXT, []
     monkeypatch.setattr("survey.eagle.rank_tokens", lambda logits, vocab: seen.append(
         logits[0]) or rank_tokens(logits, vocab))
-    chunks = mtp(TimedLM(model), text, nodes=3)  # one node of each of two levels gets children
+    chunks = mtp(EngineLM(model), text, nodes=3)  # one node of each of two levels gets children
     for _ in range(8):
         before, text = text, text + next(chunks)
         texts += [(before, []), (before, [seen[-2].argmax().item()])]

@@ -7,7 +7,7 @@ import torch
 from common import Sampler
 from families import near, tiny
 from helpers import tokens_of
-from support.layers import FeatureLM
+from support.engine import EngineLM
 from survey.online import Learner, online
 from training import loop as training
 
@@ -15,7 +15,7 @@ PROMPT = [3, 14, 15]
 
 
 def learner_of(model, draft, kind: str = "forward-kl") -> Learner:
-    return Learner(FeatureLM(model, 50), FeatureLM(draft, 50), kind, 1e-3)
+    return Learner(EngineLM(model, 50), EngineLM(draft, 50), kind, 1e-3)
 
 
 def test_what_is_kept_is_the_row_that_predicts_the_corrected_token():
@@ -71,7 +71,7 @@ def test_a_step_is_towards_what_the_target_thought_there(monkeypatch):
 
 def test_the_draft_changes_between_prompts_only():
     model, weights = tiny("llama"), []
-    target, draft = FeatureLM(model), FeatureLM(near(model, 0.1))
+    target, draft = EngineLM(model), EngineLM(near(model, 0.1))
     for _ in range(5):
         chunks = online(target, draft, PROMPT, every=2, lr=1e-2)
         next(chunks)

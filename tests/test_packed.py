@@ -8,12 +8,13 @@ import torch
 from torch.nn import Linear
 
 import cli.main
-from common import CachedLM, autoregressive, check
+from common import CachedLM, autoregressive
 from families import near, tiny
 from helpers import main, note_calls, tokens_of
 from jacobi import prompt_lookup
 from speculative import speculative
 from support import packed
+from support.engine import check
 from support.layers import share_weights
 from support.packed import PackedLinear, pack
 from support.parts import match_type

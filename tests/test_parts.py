@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import bita
-from common import CachedLM, InputError
+from common import InputError
 from families import deep, tiny
 from helpers import ROOT
 from support import parts
+from support.engine import EngineLM
 from support.parts import (belongs, draft_for, fill, head_for, load_facts, load_trained,
                            save_facts, save_part, save_trained, score_with, some_embeddings)
 from support.released import is_head
@@ -95,7 +96,7 @@ PARTS = {  # a training: functions that load the file that it leaves, and that s
         early_exit.load_exit, lambda path, part, model: save_trained(path, part, model, E=part.E)),
     "survey.layerskip tune --E 1 --rank 2": (layerskip.load_tuned, None),
     "survey.masks tune --k 2 --rank 2": (
-        lambda path, model: masks.load_space(path, CachedLM(model)), None)}
+        lambda path, model: masks.load_space(path, EngineLM(model)), None)}
 OPTIONAL = {"vocab", "config", "mlp", "bias", "own_head"}  # older files lack them
 ROW = pytest.mark.parametrize("line", PARTS)
 

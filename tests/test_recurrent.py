@@ -10,16 +10,20 @@ import torch
 from common import CachedLM, InputError
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
-from support.recurrent import KEEP, running
+from support.recurrent import KEEP, RecurrentCache, running
 
 LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
+
+
+def run(model) -> CachedLM:
+    return CachedLM(model, cache=RecurrentCache(model))
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_states_are_those_of_a_fresh_cache(name):
     """After trees, commits and truncates, with tokens that are kept and such that are not."""
     rng, model = random.Random(0), tiny(name, max_position_embeddings=1000)
-    lm, fresh, context = CachedLM(model), CachedLM(model), LONG[:5]
+    lm, fresh, context = run(model), run(model), LONG[:5]
     lm.start(context)
     for _ in range(40):
         ids = rng.choices(range(VOCAB), k=9)
@@ -43,7 +47,7 @@ def test_a_long_text_in_parts_is_that_of_one_pass(name, monkeypatch):
     model = tiny(name, max_position_embeddings=1000)
     expected = model(input_ids=torch.tensor([LONG]), use_cache=False).logits[0]
     monkeypatch.setattr(CachedLM, "PART", 50)
-    lm = CachedLM(model)
+    lm = run(model)
     lm.start(LONG[:150])
     found = [lm.forward(LONG[150:170])]
     lm.commit(range(20))
@@ -61,7 +65,7 @@ def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
     def other() -> None:
         with torch.inference_mode():
             seen.append(model(input_ids=ids, use_cache=False).logits)
-    monkeypatch.setattr(running, "cache", CachedLM(model).cache)
+    monkeypatch.setattr(running, "cache", RecurrentCache(model))
     thread = Thread(target=other)
     thread.start()
     thread.join()
@@ -69,8 +73,9 @@ def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
 
 
 def test_a_model_goes_back_as_far_as_its_rows_are_kept():
-    lm = CachedLM(tiny("qwen3.5"))
+    lm = run(tiny("qwen3.5"))
     lm.start(LONG[:CachedLM.PART])
     lm.truncate(lm.length - KEEP)
-    with pytest.raises(InputError, match="expected 0 at most, got 1"):
+    said = f"expected {lm.length} tokens or more to stay, got {lm.length - 1}"
+    with pytest.raises(InputError, match=said):
         lm.truncate(lm.length - 1)

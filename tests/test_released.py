@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from cli.run import TimedLM
 from common import InputError, autoregressive
 from helpers import tokens_of
+from support.engine import EngineLM
 from support.released import MEDUSA_TREE, is_head, read_files, some_weights
 from survey import eagle, eagle3, medusa
 
@@ -186,7 +186,7 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
         e = model.get_input_embeddings().weight[tokens]
         return KINDS[kind].step(w, e, read, flat, model.get_output_embeddings())
     a, expected = step(TEXT[1:], g)
-    lm = TimedLM(draft.lm)
+    lm = EngineLM(draft.lm)
     lm.start([])
     close(lm.forward(draft.join(*eagle.Pairs(features, TEXT[1:]))), expected)
     close(lm.features, a)
@@ -209,7 +209,7 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
         given = {name: x.clone() for name, x in model.state_dict().items()}
         given |= {f"medusa_head.{name}": x for name, x in w.items()}
     heads = KINDS["medusa"].load(write(tmp_path, MEDUSA, given, file), model).requires_grad_(False)
-    target, guesses = TimedLM(model, 1500), []  # the last rows of the LM head stand for no token
+    target, guesses = EngineLM(model, 1500), []  # the last rows of the LM head stand for no token
     target.start(TEXT)
     f = target.features[-1:]
     for k in range(5):
@@ -233,7 +233,7 @@ def test_a_head_decodes_with_the_released_tree(tmp_path, embedded, name):
     """The head is also told from other heads, even if a half type rounded its numbers."""
     kind, (model, *_), log = KINDS[name], embedded, []
     method = vars(kind.module)[name]
-    target, adapter = TimedLM(model), write(tmp_path / "head", kind.config, kind.tensors())
+    target, adapter = EngineLM(model), write(tmp_path / "head", kind.config, kind.tensors())
     expected = tokens_of(autoregressive(target, TEXT), 4)
     assert tokens_of(method(target, TEXT, adapter=adapter, log=log), 4) == expected
     next(method(target, TEXT, adapter=adapter, nodes=7, log=log))

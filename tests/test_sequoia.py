@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import InputError, Sampler, autoregressive
 from fake_models import Zeros
 from families import near, tiny
 from helpers import note_calls, tokens_of
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
+from support.engine import EngineLM
 from support import parts
 from support.clock import Choice
 from support.parts import save_facts
@@ -149,7 +150,7 @@ def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch, options, siz
     model, seen = tiny("llama"), []
     monkeypatch.setattr(module, "plan_sequoia", lambda P, *given: seen.append(
         given) or [Choice(shape_of(BUSHY), 1.0, 9, 3, 4)])
-    lms = CachedLM(model), CachedLM(model)
+    lms = EngineLM(model), EngineLM(model)
     next(sequoia(*lms, PROMPT, rates=rates_file(tmp_path, model, model), **options))
     assert seen == [(sizes, depths)]
 
@@ -157,7 +158,7 @@ def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch, options, siz
 def test_trees_are_those_of_their_options_and_the_nearest_temperature(tmp_path, monkeypatch):
     """Also where the same models decode one text after another. A rate of 0 brings a child too."""
     model = tiny("llama")
-    lms, P = [CachedLM(model), CachedLM(model)], {0.0: (0.9, 0.05), 0.6: (0.4, 0.3, 0)}
+    lms, P = [EngineLM(model), EngineLM(model)], {0.0: (0.9, 0.05), 0.6: (0.4, 0.3, 0)}
     rates = rates_file(tmp_path, model, model, **{str(t): some for t, some in P.items()})
     seen = note_calls(monkeypatch, lms[0], "forward")
     for t, nearest, nodes, depth in 2 * [
@@ -190,7 +191,7 @@ def test_calibration_counts_the_children_of_one_level(calibrated, monkeypatch):
     small = near(model, 0.05)
     monkeypatch.setattr(module, "TOKENS", 40)
     file, _ = calibrated(model, small, [PROMPT], temperatures=(0.0, 5.0))
-    text = PROMPT + tokens_of(autoregressive(CachedLM(model), PROMPT), 41)
+    text = PROMPT + tokens_of(autoregressive(EngineLM(model), PROMPT), 41)
     with torch.inference_mode():
         order = small(input_ids=torch.tensor([text]), use_cache=False).logits[0].argsort(
             -1, descending=True)
@@ -207,7 +208,7 @@ def test_calibration_counts_the_children_of_one_level(calibrated, monkeypatch):
 def test_calibration_keeps_to_the_context_and_to_answers(calibrated):
     """Prompts without room are not measured, and nothing after an EOS is."""
     model = tiny("llama")
-    answer = tokens_of(autoregressive(CachedLM(model), PROMPT), 30)
+    answer = tokens_of(autoregressive(EngineLM(model), PROMPT), 30)
     model.generation_config.eos_token_id = answer[5]
     _, trees = calibrated(model, model, [[9] * 33, PROMPT])
     roots = [PROMPT[-1], *answer[1:answer.index(answer[5]):2]]  # two tokens a round

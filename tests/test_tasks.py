@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from cli.files import read_pairs, read_prompts
+from cli.commands import read_pairs
+from cli.files import read_prompts
 import tasks
 
 WRONG = ("", "\n", "\n####", "\nSELECT", "\n    pass", "\n    return 'x'", "\nSELECT 1; SELECT 2;")

@@ -6,13 +6,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from cli.run import Run, TimedLM
+from cli.run import Run
 from cli.trace import PAGE, Trace, make_page
 from common import autoregressive, greedy
 from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
 from picture import draw_picture
 from speculative import speculative
+from support.engine import EngineLM
 from test_structure import FILES, functions_of
 
 TEXT = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
@@ -62,7 +63,7 @@ def watch_runs(prompt: list[int], n: int, *methods: tuple) -> tuple[Trace, list[
     """Decode n greedy tokens with methods on their models; return the trace, and each output."""
     trace, outputs = Trace(), []
     for method, models in methods:
-        run = Run(method, {name: TimedLM(model) for name, model in models.items()}, {}, set())
+        run = Run(method, {name: EngineLM(model) for name, model in models.items()}, {}, set())
         outputs.append(tokens_of(trace.watch(run, prompt, run.decode(prompt, n, greedy)), n))
     return trace, outputs
 
@@ -86,7 +87,7 @@ def test_a_tree_is_what_was_forwarded():
         target.forward([11])
         target.commit([0])
         yield [12]
-    run = Run(method, {"target": TimedLM(model)}, {}, set())
+    run = Run(method, {"target": EngineLM(model)}, {}, set())
     trace = Trace()
     assert [*trace.watch(run, [3, 5], run.decode([3, 5], 4, None))] == [[7, 11, 10], [12]]
     [known] = trace.runs

@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common import InputError, autoregressive
 from families import FAMILIES, SCALED, tiny
 from helpers import interrupting, script, tokens_of
+from support.engine import EngineLM
 from support.files import write_text, write_whole
-from support.layers import FeatureLM
 from survey.masks import guess_answers
 from training import loop as training
-from training.loop import (Settings, Training, answer_all, collect_answers, compute_in_parts,
-                           cosine, divergence, find_frequent, fit_part, prepare_training,
-                           read_texts, sample_alike, use_settings, warm_cosine, warm_linear)
+from support.settings import Settings, use_settings
+from training.loop import (Training, answer_all, collect_answers, compute_in_parts, cosine,
+                           divergence, find_frequent, fit_part, prepare_training, read_texts,
+                           sample_alike, warm_cosine, warm_linear)
 from trainings import PROMPTS, TRAININGS, WORDLESS, list_changes, make_llama, run
 
 
@@ -146,7 +147,7 @@ def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
     text keeps the states of its batch in memory."""
     monkeypatch.setattr(training, "TOKENS", 40)
     model, texts = tiny(family), [[5] * n + [7, 8] for n in (3, 17, 1, 9, 30, 2)]
-    lm, found = FeatureLM(model), read_texts(model, texts)
+    lm, found = EngineLM(model), read_texts(model, texts)
     for text, states in zip(texts, found, strict=True):
         lm.start(text)
         assert states.dtype == torch.bfloat16
@@ -433,7 +434,7 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_pat
     """Prompts of different lengths are answered side by side, and an answer ends with its EOS. The
     answers have the prompts' order, and a prompt that is repeated is answered once."""
     model, prompts = tiny(family), [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25], [7]]
-    lm = FeatureLM(model)
+    lm = EngineLM(model)
     free = [tokens_of(autoregressive(lm, p), 20) for p in prompts]
     eos = [free[0][7], free[2][12]]
     model.generation_config = before = GenerationConfig(
@@ -478,7 +479,7 @@ def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
 def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
     for seed, limit in ((0, 8), (1, 8), (0, 6), (0, 12)):
         model = tiny("llama", seed=seed)
-        expected = [tokens_of(autoregressive(FeatureLM(model), [7]), limit, {1})]
+        expected = [tokens_of(autoregressive(EngineLM(model), [7]), limit, {1})]
         assert collect_answers(model, WORDLESS, [[7]], limit, tmp_path) == expected
     model = tiny("llama").bfloat16()
     for number in 0, 1, 2, 3:  # then one number of one row is another one

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from common import CachedLM, attention_mask, windows_of
+from common import attention_mask, windows_of
 from families import near, tiny
+from support.engine import EngineLM
 from survey import triforce as module
 from survey.triforce import PartialLM, choose_ends, record_queries, retrieve_chunks, triforce
 
@@ -24,9 +25,9 @@ def masked(model, text: list[int], new: list[int], kept: list[int]) -> torch.Ten
     return model(input_ids=ids, position_ids=at, attention_mask=mask).logits[0, T:].detach()
 
 
-def taken(model, text: list[int], slots, kept: int) -> tuple[CachedLM, PartialLM]:
+def taken(model, text: list[int], slots, kept: int) -> tuple[EngineLM, PartialLM]:
     """Cache a text, and take the rows of these slots, for all heads or for each."""
-    whole, part = CachedLM(model), PartialLM(model)
+    whole, part = EngineLM(model), PartialLM(model)
     whole.start(text)
     heads = whole.cache.layers[0][0].shape[1]
     index = torch.tensor(slots).expand(heads, -1)
@@ -53,7 +54,7 @@ def test_no_window_hides_kept_rows_and_windows_count_places_in_the_text():
     [window] = windows_of(model).values()
     _, part = taken(model, [*range(2, 32)], [0, 1, *range(15, 30)], 2)
     part.forward([7, 9])
-    _, mask = part.layout(part.parents, [False, False])
+    _, mask = part.layout(part.parents, 2)
     for row, place in enumerate((30, 31)):
         seen = [place - window < slot <= place for slot in range(15, 32)]
         assert (mask[0, 0, row] == 0).tolist() == [True, True, *seen]
@@ -69,7 +70,7 @@ def test_heads_may_keep_different_rows():
 
 
 def test_the_ends_are_chosen_also_of_a_cache_that_was_cut_before():
-    lm = CachedLM(tiny("llama"))
+    lm = EngineLM(tiny("llama"))
     lm.start([*range(12)])
     slots, kept = choose_ends(lm, 3, 9)
     assert kept == 0 and slots[0].tolist() == [[*range(12)]] * 2  # it has no more rows than that
@@ -95,7 +96,7 @@ def test_what_is_retrieved_is_what_the_last_row_looks_at():
     """The queries make the attention of transformers' own eager path. The chunks are the best of
     it by their mean keys, for each key head, in the order of the text."""
     model, text = tiny("llama"), [5, 3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 2, 1, 4, 6, 3]
-    lm, cached, eager = CachedLM(model), CachedLM(model), copy.deepcopy(model)
+    lm, cached, eager = EngineLM(model), EngineLM(model), copy.deepcopy(model)
     lm.start(text)
     cached.start(text + [11])
     with record_queries(model) as found:
@@ -127,8 +128,8 @@ def test_the_caches_after_a_round_have_the_rows_of_the_text(monkeypatch):
     text, make = [x % 50 + 2 for x in range(0, 300, 7)], PartialLM.__init__
     monkeypatch.setattr(PartialLM, "__init__",
                         lambda self, *given: parts.append(self) or make(self, *given))
-    target, sizes = CachedLM(model), []
-    chunks = triforce(target, CachedLM(draft), text, gamma=3, budget=8, chunk=4, sinks=2, window=6)
+    target, sizes = EngineLM(model), []
+    chunks = triforce(target, EngineLM(draft), text, gamma=3, budget=8, chunk=4, sinks=2, window=6)
     for _ in range(12):
         text = text + next(chunks)
         part, small = parts
@@ -148,7 +149,7 @@ def test_a_round_is_one_call_of_the_target_and_the_last_token_asks(monkeypatch):
     model, asked, rows, calls = tiny("llama"), [], [], []
     monkeypatch.setattr(module, "retrieve_chunks", lambda lm, token, *more:
                         asked.append(token) or retrieve_chunks(lm, token, *more))
-    target, draft = CachedLM(model), CachedLM(near(model, 0.0))
+    target, draft = EngineLM(model), EngineLM(near(model, 0.0))
     with model.lm_head.register_forward_hook(lambda *x: rows.append(x[2].shape[1])):
         for prompt in ([5] * 140 + [20], [5, 6, 7]):
             next(triforce(target, draft, prompt, gamma=4, inner=1))

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import cllm
-from cli.options import parse_command, read_options, select_options
+from cli.commands import parse_command
+from cli.options import read_options, select_options
 from families import deep, near
 from survey import sequoia
 from training.loop import digest

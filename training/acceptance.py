@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import torch
 
-from support.layers import FeatureLM
 from support.clock import RANKS
+from support.engine import EngineLM
 from training.loop import low_precision, read_texts
 
 LEVELS = 8  # the most levels of guesses that a tree has
@@ -55,7 +55,7 @@ def measure_acceptance(draft, held_out: list[Text]) -> list[list[float]]:
     hits, total = torch.zeros(LEVELS, ranks), torch.zeros(LEVELS, 1)
     for ids, features, length in held_out:
         first = max(0, length - 2)  # the first row that guesses a token of the answer
-        lm = FeatureLM(draft.lm)
+        lm = EngineLM(draft.lm)
         features, tokens = features[:-2].to(draft.lm.device), ids[1:-1]
         above = None  # the rows of step 0 are a chain
         reached = torch.ones(len(ids), 1, dtype=torch.bool, device=draft.vocab.device)

@@ -39,8 +39,6 @@ import re
 import time
 from collections import Counter
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
@@ -52,17 +50,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, context_length, eos_ids, until
+from support.engine import require, tap_layers
 from support.files import explain_errors, read_kept, write_whole
-from support.layers import tap_layers
-from support.parts import require
+from support.settings import SETTINGS, Pair
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
 TOKENS = 16_384  # the most tokens of a batch of texts, with padding, and of their answers
 LOGITS = 2 ** 25  # the most logits that a loss has at once: 128 MiB in float32
 TEXTS = 16  # the most texts that a frozen model reads for one pass, if no states are kept
 KEPT = 2 ** 30  # the most bytes that the states of a frozen model may take if they are kept
-
-Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 
 def digest(weights: dict[str, torch.Tensor], *settings) -> str:
@@ -102,54 +98,6 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
     half = any(model.dtype != torch.float32 for model in models)
     return torch.autocast(device.type, dtype=torch.bfloat16,
                           enabled=half or multiplies_bfloat16(device))
-
-
-# --------------------------------------------------------- what every training can be told
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Hold the options that every training has besides its own.
-
-    accumulate: passes of a step, which takes the mean of their gradients, 1 or more. Four passes of
-                4 answers need the memory of 4 answers, and learn what a pass of 16 answers learns
-    recompute:  keep only what enters each layer of a model, and compute the layer again for its
-                gradients. This takes a third more time. A part that is no model, such as a head or
-                an exit, has no such layers
-    max_length: the most tokens of a prompt and its answer together, 3 or more. A prompt that leaves
-                no room for the longest answer is left out. An answer of --data is cut
-
-    A training explains the following options only where they mean something else.
-
-    out:    the file or the folder to make, which must be new
-    work:   the folder of the answers and the checkpoints. The default is OUT.work
-    vocab:  how many of the most frequent tokens a part can guess, 0 or more. 0 stands for all
-    max_new_tokens: the most tokens of an answer, 1 or more
-    steps:  how many updates are made, 1 or more
-    batch:  how many answers a pass has, 1 or more
-    lr:     the highest learning rate, above 0
-    seed:   another seed samples other data
-
-    `pairs` are prompts with answers that were made elsewhere, in place of the model's own answers.
-    """
-    accumulate: int = 1
-    recompute: bool = False
-    max_length: int = 2048
-    pairs: list[Pair] | None = None
-
-
-# The settings of the training that runs now. They are no arguments, since a method would only pass
-# them on.
-SETTINGS = ContextVar("settings", default=Settings())
-
-
-@contextmanager
-def use_settings(settings: Settings):
-    """Let all trainings inside a `with` have these settings."""
-    before = SETTINGS.set(settings)
-    try:
-        yield
-    finally:
-        SETTINGS.reset(before)
 
 
 # ------------------------------------------------------------------------------------ the data

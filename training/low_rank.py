@@ -24,7 +24,8 @@ Departures from LoRA:
   layerskip.py and masks.py tune the whole model.
 """
 from common import InputError
-from support.layers import list_layers, share_weights
+from support.engine import list_layers
+from support.layers import share_weights
 
 import torch
 import torch.nn.functional as F

@@ -1,0 +1,217 @@
+"""Performs the commands of a method file: train, collect, measure.
+
+A command is a function command(model, tokenizer, prompts if it takes them, **options). Its options
+are made from its signature, as those of methods are, and one that trains has those of Settings too.
+What it learns from are prompts, which the model answers, or with --data answers made elsewhere.
+"""
+import json
+import sys
+from argparse import Namespace
+from datetime import datetime
+from functools import partial
+from inspect import signature
+from os.path import commonprefix
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Callable, Container
+from unittest.mock import patch
+
+from transformers.utils import chat_template_utils
+
+import cli.main
+from cli.files import read_lines
+from cli.loading import encode_prompts
+from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
+                         read_ranges, select_options)
+from cli.run import count_guesses
+from common import InputError, eos_ids
+from support.engine import require
+from support.files import check_result, shorten
+from support.settings import Pair, Settings, use_settings
+
+# The date that chat templates write into what a command learns from. With the date of the day a
+# training that was stopped would have other prompts on the next day, and would begin anew.
+DATE = datetime(2024, 7, 26)
+DATA = ('learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", "answer": '
+        '"..."} on a line, both texts or both lists of token ids, or {"messages": [...]}, of which '
+        "the assistant's last one is the answer")
+
+
+# ---------------------------------------------------------------------------------- its options
+
+def is_training(command) -> bool:
+    """Tell whether a command trains in steps, so that it has the options of Settings too."""
+    return {"steps", "lr"} <= {*read_options(command)}
+
+
+def parse_command(command, argv: list[str]) -> Namespace:
+    """Parse the command line of a command, such as `train`, which may take prompts or not."""
+    parser = make_parser(command, [f"{command.__name__} [options]"], "target")
+    if "prompts" in signature(command).parameters:
+        files = add_prompt_options(parser)
+        if is_training(command):
+            files.add_argument("--data", type=read_pairs, metavar="FILE", help=DATA)
+    add_own_options(parser, [command, Settings] if is_training(command) else [command])
+    return parser.parse_args(argv)
+
+
+# ------------------------------------------------------------------------ prompts with answers
+
+def read_pairs(path: str | Path) -> list[dict]:
+    """Read a file of prompts with answers, JSON lines; argparse takes this function as a type.
+
+    path     the file. A line is {"prompt", "answer"}, both texts or both lists of token ids, or
+             {"messages"}, of which the last one is the assistant's, and which may come with
+             {"tools"}
+    returns  the dictionary of each line, as `read_lines` does
+    raises   ArgumentTypeError for a line that is none of these
+    """
+    return read_lines(path, parse_pair, 'lines of {"prompt", "answer"} or {"messages"}')
+
+
+def parse_pair(line: str) -> dict:
+    """Return what a line says; an error unless it has a prompt with an answer, or messages."""
+    row = json.loads(line.strip())
+    messages = row.get("messages")
+    if messages is not None:
+        kinds = {type(message.get("content")) for message in messages}
+        ends = messages[-1]["role"] == "assistant"
+        if len(messages) < 2 or not ends or not kinds <= {str, type(None)}:
+            raise ValueError('messages are not two or more of {"role", "content"}, of which the '
+                             "last one is the assistant's")
+        return row
+    prompt, answer = row["prompt"], row["answer"]
+    kinds = {type(prompt), type(answer)}
+    are_texts = kinds == {str}
+    are_ids = kinds == {list} and {type(token) for token in prompt + answer} == {int}
+    if not prompt or not answer or not (are_texts or are_ids):
+        raise ValueError("prompt and answer are not both texts or both token ids, or one is empty")
+    return row
+
+
+def encode_data(model, tokenizer, args: Namespace) -> tuple[list[list[int]], list[Pair] | None]:
+    """Turn what a command learns from into token ids: --prompts, or --data where it is given.
+
+    args      the parsed command line
+    returns   token ids of the prompts, and the pairs of --data
+    """
+    rows = getattr(args, "data", None)
+    # `strftime_now` of templates asks this name for the date.
+    with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: DATE)):
+        if rows is None:
+            return encode_prompts(model, tokenizer, args.prompts, args.chat), None
+        pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
+    return [prompt for prompt, _ in pairs], pairs
+
+
+def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
+    """Turn a line of --data into token ids; InputError that names the line if it cannot be used.
+
+    row      what `read_pairs` returned for the line
+    chat     whether a prompt is put into the chat template. Messages always are
+    returns  token ids of the prompt and of the answer. The answer of a text ends with its first
+             token that ends an answer, or else with the tokenizer's EOS
+    """
+    prompt, answer, messages = (row.get(name) for name in ("prompt", "answer", "messages"))
+    rows, eos = len(model.get_input_embeddings().weight), eos_ids(model, tokenizer)
+    try:
+        if messages is None and chat and isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt},
+                        {"role": "assistant", "content": answer}]
+        if messages is not None:
+            prompt, answer = render_pair(tokenizer, messages, row.get("tools"))
+        if isinstance(prompt, str):
+            prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
+            if tokenizer.eos_token_id is None:
+                raise ValueError("the tokenizer has no EOS, with which an answer of text ends")
+            answer = [*answer, tokenizer.eos_token_id]
+            end = next(i for i, token in enumerate(answer, 1) if token in eos)
+            answer = answer[:end]
+        if not prompt or not answer or min(prompt + answer) < 0 or max(prompt + answer) >= rows:
+            raise ValueError(f"it has no tokens, or others than those from 0 to {rows - 1}")
+    except Exception as error:  # a template and a tokenizer raise errors of any kind
+        raise InputError("--data must hold texts that the model's tokenizer takes, got "
+                         f"{row['where']}: {shorten(error)}") from error
+    return prompt, answer
+
+
+def split_texts(tokenizer, prompt: str, answer: str, special: bool) -> Pair:
+    """Turn a prompt and the answer that follows it into token ids.
+
+    special  whether the tokenizer adds its special tokens before the prompt
+    """
+    ids, whole = (tokenizer.encode(text, add_special_tokens=special)
+                  for text in (prompt, prompt + answer))
+    # Some tokenizers put a blank before a text. So the answer is taken out of the whole, unless a
+    # token is of both.
+    if whole[:len(ids)] == ids:
+        return ids, whole[len(ids):]
+    return ids, tokenizer.encode(answer, add_special_tokens=False)
+
+
+def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[str, str]:
+    """Run the chat template on messages that end with one of the assistant.
+
+    tools    what the assistant may call
+    returns  the text up to the answer, and the answer with all that the template adds to it
+    raises   ValueError where the template leaves out a text of the answer, or begins answers in two
+             ways. What it leaves out of the messages before, it leaves out of a prompt as well
+    """
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    whole = render(messages)
+    opened = render(messages[:-1], add_generation_prompt=True)
+    prompt = commonprefix([opened, whole])
+    # Some templates open a thought for the model, and write answers without their thoughts.
+    begin = opened.removeprefix(prompt)
+    if begin and "think" not in begin:
+        raise ValueError(f"the chat template begins answers with {begin!r}, but not this one")
+    answer = whole[len(prompt):]
+    letters = "".join(answer.split())  # some templates change blanks
+    for name, value in messages[-1].items():
+        if name != "role" and isinstance(value, str) and "".join(value.split()) not in letters:
+            raise ValueError(f"the chat template leaves out {name!r}")
+    return prompt, answer
+
+
+# ---------------------------------------------------------------------------------- the steps
+
+def perform_command(command, argv: list[str], folder: bool, kept: str) -> int | None:
+    """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
+
+    argv     the command line after the command's name
+    folder   whether its --out is a folder, and not a file
+    kept     how the file begins that it goes on with after a stop, as `check_result` takes it
+    returns  the exit status, or nothing if all went well
+    """
+    args = parse_command(command, argv)
+    options = select_options(args, command, ranges=read_ranges(Settings))
+    settings = select_options(args, Settings)
+    if "out" in options:
+        check_result("out", options["out"], kept, folder)
+        require(options.get("work") != options["out"], "work", "another place than --out",
+                repr(str(options["out"])))
+    model, tokenizer = cli.main.load_model(args.target, args)
+    if "prompts" in args:
+        options["prompts"], settings["pairs"] = encode_data(model, tokenizer, args)
+    with use_settings(Settings(**settings)):
+        return command(model, tokenizer, **options)
+
+
+def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None, *,
+         commands: tuple = (), folders: Container = (), kept: dict = {}, **extras) -> int:
+    """Be the command line of a method file that has commands.
+
+    methods, report, argv   as for `main` of cli/main.py
+    commands                the functions that `python FILE.py NAME …` calls
+    folders                 those whose --out is a folder, and not a file
+    kept                    for a command that goes on with its --out after a stop, a pattern of how
+                            this file begins
+    extras                  fields of Extras
+    returns                 the exit status
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    for command in commands:
+        if argv[:1] == [command.__name__]:
+            return cli.main.run_script(lambda: perform_command(
+                command, argv[1:], command in folders, kept.get(command, "")))
+    return cli.main.main(methods, report, argv, commands=commands, **extras)
