@@ -89,9 +89,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             guesses = greedy(logits)
-            chosen = guesses
-            if sample.temperature > 0:
-                chosen = sample(logits)
+            chosen = sample(logits)  # at temperature 0 these are the argmaxes too
             # Line 9: count the leading guesses that the target chooses too
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:

@@ -4,9 +4,10 @@ jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until
                 Santilli et al., "Accelerating Transformer Inference for Translation via Parallel
                 Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
                 Large Language Models", arXiv 2403.00835, Alg. 3
-lookahead       W columns run this iteration ahead of the text. Each call adds a token to every
-                column, and a column of N tokens, an n-gram, becomes a guess. Fu et al., "Break the
-                Sequential Dependency of LLM Inference Using Lookahead Decoding", arXiv 2402.02057
+lookahead       W columns of guesses stand ahead of the text. Each call runs one Jacobi iteration on
+                them, which adds a token to every column. A column of N tokens is an n-gram, and it
+                becomes a guess. Fu et al., "Break the Sequential Dependency of LLM Inference Using
+                Lookahead Decoding", arXiv 2402.02057
 prompt_lookup   The tokens that followed the last token earlier in the text become guesses. Saxena,
                 "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
@@ -34,12 +35,13 @@ number says how many positions after the root the token would stand:
 
     column       0      1      2            the same window as a token tree
     level 0    root    a1     a2
-    level 1     b1     b2     b3            root ─┬─ a1 ─┬─ a2 ─── b3 ─── c4 ─> d5
-    level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4
-    new         d3     d4     d5                  └─ b1 ─── c2 ─> d3
+    level 1     b1     b2     b3            root ─┬─ a1 ─┬─ a2 ─── b3 ─── c4 ─> d5    column 2
+    level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4           column 1
+    new         d3     d4     d5                  └─ b1 ─── c2 ─> d3                  column 0
 
 One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
-n-gram, as (a1, b2, c3, d4). Then the levels move up by one, and the next root replaces b1.
+n-gram: column 2 is a2, b3, c4 and d5. Then level 0 is dropped, and the others move up by one. The
+next root takes the place of b1.
 
 Departures:
 - Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
@@ -49,6 +51,10 @@ Departures:
 - Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
   after the other. Here: one sample after each node is compared with the guesses. Why: the
   distribution is the same, and a call draws once.
+- The window. Released code: with ALWAYS_FWD_ONE = 0 the window moves on by all tokens that a call
+  adds to the text, and random tokens fill its new columns. Here: it moves by one position, even if
+  a call adds several tokens. Then its tokens stand for later positions than they were computed for.
+  Why: this is that code's default, and the n-grams are only guesses.
 - N-grams. Paper: Fu's are the window's, and the released code can add those of the text. Saxena
   guesses 10 tokens, those after the first match of the last 3 tokens, or else of 2 or 1. Here: the
   text's are added too, and a call tries the G newest that begin with the last token. Verification
@@ -92,9 +98,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             guesses = greedy(logits)
-            chosen = guesses
-            if sample.temperature > 0:
-                chosen = sample(logits)
+            chosen = sample(logits)  # at temperature 0 these are the argmaxes too
             # Line 9: count the leading guesses that the target chooses too
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
@@ -110,24 +114,31 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
             yield chunk
-        root = chunk[-1]  # the last token of y if final is n, the token after y if it is n + 1
+        root = chunk[-1]  # the last final token: y[-1], or the token after it
 
 
 # ------------------------------------------------------------------ prompt lookup, lookahead
-def remember(pool: dict[int, dict[tuple, None]], ngrams: list[tuple[int, ...]], G: int) -> None:
-    """Put n-grams into the pool, each as the newest one of its first token.
+class NgramPool:
+    """Keep the newest n-grams, which are tuples of N tokens, and find them by their first token.
 
-    pool     for each first token the other N - 1 tokens of its n-grams, the oldest first. They are
-             keys of a dictionary, which keep their order
-    ngrams   tuples of N tokens
-    G        how many n-grams of one first token are kept, the newest ones
+    G         how many n-grams of one first token are kept, 1 or more
+    guesses   for each first token a list of guesses, the newest last. A guess is a list of the
+              other N - 1 tokens of an n-gram
     """
-    for first, *rest in ngrams:
-        rests = pool.setdefault(first, {})
-        rests.pop(tuple(rest), None)  # a known n-gram becomes the newest again
-        rests[tuple(rest)] = None
-        if len(rests) > G:
-            del rests[next(iter(rests))]  # the oldest
+
+    def __init__(self, G: int):
+        self.G = G
+        self.guesses = {}
+
+    def add(self, ngrams: list[tuple[int, ...]]) -> None:
+        """Add n-grams, each as the newest one of its first token. It may be known already."""
+        for first, *guess in ngrams:
+            others = [other for other in self.newest(first) if other != guess]
+            self.guesses[first] = [*others, guess][-self.G:]
+
+    def newest(self, token: int) -> list[list[int]]:
+        """Return what followed a token in its newest n-grams, the newest of them last."""
+        return self.guesses.get(token, [])
 
 
 def last_ngrams(text: list[int], N: int, new: int) -> list[tuple[int, ...]]:
@@ -145,15 +156,14 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
 
     Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows"} a call, counts of tokens.
     """
-    prompt = begin(prompt, target)
+    chunk = begin(prompt, target)  # the prompt is the first chunk of the text
     text = []
-    chunk = prompt
-    pool = {}
+    pool = NgramPool(G)
     while True:
         text += chunk
-        remember(pool, last_ngrams(text, N, len(chunk)), G)
-        # The n-grams that begin with the last token, which is the root, make a tree
-        ids, parents, _ = trie(text[-1], pool.get(text[-1], ()))
+        pool.add(last_ngrams(text, N, len(chunk)))
+        # The guesses, which followed the root earlier in the text, make a tree
+        ids, parents, _ = trie(text[-1], pool.newest(text[-1]))
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
         if log is not None:
@@ -224,18 +234,19 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     prompt = begin(prompt, target)
     text = []
     chunk = prompt
-    pool = {}
-    # levels[l][i] guesses the token i + l positions after the root. As in the released code this is
-    # rough: the window moves by one position even if a call accepts several tokens. It starts as
-    # one level of W + N - 2 tokens, and loses a column with each of its N - 2 new levels.
+    pool = NgramPool(G)
+    # levels[l][i] guesses the token about i + l positions after the root. It is not exactly there,
+    # since the window moves by one position a call, whatever the call adds to the text. The window
+    # starts as one level of W + N - 2 tokens, the root and random ones. It loses a column each time
+    # that it gets a level, which happens N - 2 times.
     levels = [[prompt[-1], *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
     while True:
         text += chunk
         root = text[-1]
         if prompt_ngrams:
-            remember(pool, last_ngrams(text, N, len(chunk)), G)
+            pool.add(last_ngrams(text, N, len(chunk)))
         # Verification branch (Section 3.2): the n-grams that begin with the root make a trie
-        ids, parents, _ = trie(root, pool.get(root, ()))
+        ids, parents, _ = trie(root, pool.newest(root))
         size = len(ids)
         # Lookahead branch (Section 3.1): the window hangs below the root too, apart from the trie
         last_level = add_window(levels, ids, parents)
@@ -243,7 +254,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         path, chunk = walk(ids[:size], parents[:size], sample(logits[:size]))
         target.commit(path)
         levels, found = move_window(levels, root, greedy(logits[last_level]), N)
-        remember(pool, found, G)
+        pool.add(found)
         if log is not None:
             log.append({"guessed": size - 1, "accepted": len(path) - 1, "rows": len(ids)})
         yield chunk

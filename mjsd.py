@@ -47,7 +47,8 @@ Left out: several verified beams, which a later version of the paper adds as MMT
 """
 import math
 import sys
-from typing import Iterator, NamedTuple
+from dataclasses import dataclass
+from typing import Iterator
 
 from common import CachedLM, InputError, Sampler, begin, greedy
 
@@ -67,21 +68,21 @@ def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------- beam search
-class Beam(NamedTuple):
+@dataclass
+class Beam:
     """Hold some tokens that may follow the text.
 
     tokens   the tokens
-    logps    logps[i] is the joint log-probability of the first i tokens, in nats
-    nodes    the pending nodes of the tokens that were fed: those of `unseen`, then those of
-             `tokens`. The last token has none until the search feeds it
+    logps    logps[i] is the joint log-probability of the first i tokens, in nats. The last item is
+             that of the whole beam
+    nodes    nodes[i] is the pending node of the i-th token of unseen + tokens. The newest token has
+             none until the search feeds it
+    ended    whether the last token is an EOS, so that the beam grows no more
     """
     tokens: list[int]
     logps: list[float]
     nodes: list[int]
-
-    @property
-    def logp(self) -> float:
-        return self.logps[-1]
+    ended: bool
 
 
 def propose_children(logits: torch.Tensor, beams: int,
@@ -99,7 +100,8 @@ def propose_children(logits: torch.Tensor, beams: int,
     if sample.temperature > 0:
         # Gumbel trick: the k largest of log p + Gumbel noise are k draws without replacement.
         uniform = sample.uniform(logp.shape, logp.device).clamp(min=1e-30)
-        score = logp - (-uniform.log()).log()
+        gumbel = -(-uniform.log()).log()
+        score = logp + gumbel
     tokens = score.topk(min(beams, logp.shape[-1])).indices  # [n, beams]
     rows = zip(tokens.tolist(), logp.gather(-1, tokens).tolist())
     return [[(x, value) for x, value in zip(*row) if value > -math.inf] for row in rows]
@@ -118,21 +120,21 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
     eos      tokens that end a beam
     returns  the beams, the likeliest first
     """
-    found = [Beam([], [0.0], list(range(len(unseen))))]
-    growing = found  # the beams of `found` that have not ended with an EOS
+    # The search begins with one beam, which has no token yet and hangs below the text.
+    found = [Beam([], [0.0], list(range(len(unseen))), ended=False)]
+    growing = [*found]  # those that have not ended
     logits = lm.forward(unseen)[-1:]  # a row for each growing beam
     for level in range(1, depth + 1):
         # A beam that has ended competes as it is.
-        candidates = [beam for beam in found if beam not in growing]
+        candidates = [beam for beam in found if beam.ended]
         for beam, children in zip(growing, propose_children(logits, beams, sample)):
-            for token, logp in children:  # each has a list of nodes of its own, which may grow
-                candidates.append(Beam(beam.tokens + [token], beam.logps + [beam.logp + logp],
-                                       list(beam.nodes)))
+            for token, logp in children:
+                candidates.append(Beam(beam.tokens + [token], beam.logps + [beam.logps[-1] + logp],
+                                       beam.nodes, ended=token in eos))
         if not candidates:  # all probabilities are nan, so no beam can grow
             break
-        candidates.sort(key=lambda beam: beam.logp, reverse=True)
-        found = candidates[:beams]
-        growing = [beam for beam in found if beam.tokens[-1] not in eos]
+        found = sorted(candidates, key=lambda beam: beam.logps[-1], reverse=True)[:beams]
+        growing = [beam for beam in found if not beam.ended]
         if level == depth or not growing:
             break
         # Feed the newest token of each growing beam below the token before it.
@@ -140,7 +142,7 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
         logits = lm.forward([beam.tokens[-1] for beam in growing],
                             [beam.nodes[-1] for beam in growing])
         for node, beam in enumerate(growing, first):
-            beam.nodes.append(node)
+            beam.nodes = beam.nodes + [node]  # a new list, since siblings share the old one
     return found
 
 
@@ -162,8 +164,7 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     if sample.temperature > 0:
         raise InputError(f"--temperature must be 0 for joint greedy decoding, got "
                          f"{sample.temperature}")
-    prompt = begin(prompt, target)
-    root = prompt[-1]
+    root = begin(prompt, target)[-1]
     while True:
         # The best beam stands for the argmax over all texts of K tokens.
         best = beam_search(target, [root], K, beams, sample, eos)[0]
@@ -172,7 +173,7 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
         target.commit(best.nodes)  # the root and all new tokens but the last
         root = best.tokens[-1]
         if log is not None:
-            log.append({"logp": best.logp})
+            log.append({"logp": best.logps[-1]})
         yield best.tokens
 
 
@@ -190,8 +191,7 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
     Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
     number of tokens of the best beam, and how many of them are accepted.
     """
-    prompt = begin(prompt, target, draft)
-    text = prompt
+    text = begin(prompt, target, draft)
     while True:  # one iteration of Algorithm 1. All probabilities are logarithms here
         unseen = text[draft.length:]  # what the draft has not cached yet
         best = beam_search(draft, unseen, gamma, beams, sample, eos)[0]  # line 3
@@ -210,10 +210,11 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
         target.commit(range(eta + 1))
         # The draft has not been fed t, and perhaps not x_η.
         draft.commit(best.nodes[:len(unseen) + eta])
-        text += [*x[:eta], t]
+        chunk = [*x[:eta], t]
+        text += chunk
         if log is not None:
             log.append({"drafted": len(x), "accepted": eta})
-        yield [*x[:eta], t]  # line 17
+        yield chunk  # line 17
 
 
 # -------------------------------------------------------------------------- the command line

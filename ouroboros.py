@@ -43,13 +43,18 @@ Departures:
   (github.com/thunlp/Ouroboros) does so in add_extra_ngram and update_in_place.
 - Sampling. Paper: phrases have tokens that are drawn from the target. Here: they have its argmaxes.
   Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
-- Sizes. Paper: γ is 2 to 6 or 7 to 14, W is 15 to 20 and β is 5 to 7 (Table 10). Here: γ is 6, W is
-  2 and β is 3. Why: on a CPU each row of a call costs time.
+- Sizes. Paper: γ is 2 to 6 or 7 to 14, W is 15 to 20 and β is 5 to 7 (Table 10). There is no number
+  for G, the phrases that a draft call tries. Here: γ is 6, W is 2, β is 3 and G is 4. Why: on a CPU
+  each row of a call costs time.
+- The window after a rejection. Paper: nothing is said. Here: the draft's window moves on by one
+  position a draft call, as if nothing had been rejected. Why: it holds only guesses, and the
+  released code keeps it too (continue_ctx).
 - Whole phrases. Released code: a draft is cut after γ tokens. Here: its last phrase stays whole.
   Why: the phrase is guessed already.
 - The pool. Released code: at most guess_set_size phrases begin with one token. Here: the pool keeps
   all, and a draft call tries the G newest. Why: G bounds what a call costs.
 """
+import itertools
 import random
 import sys
 from typing import Iterator
@@ -79,10 +84,187 @@ class PhrasePool:
 
     def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
         """Return at most n phrases that begin with a token, the newest first."""
-        return list(reversed(self.phrases.get(token, {})))[:n]
+        return list(itertools.islice(reversed(self.phrases.get(token, {})), n))
+
+
+# ------------------------------------------------------------------------------------ the method
+def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, W: int = 2,
+              beta: int = 3, K: int = 3, G: int = 4, phrases: bool = True,
+              lengthen: bool = True, verification: bool = True, pool: PhrasePool | None = None,
+              sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+    """Draft at least gamma tokens phrase by phrase. Verify the drafted tokens, and the phrases that
+    may follow them as suffixes, in one target call.
+
+    gamma:   tokens drafted a round, at least (γ), 1 or more
+    W:       columns of the draft's lookahead window, 1 or more
+    beta:    tokens of a phrase (β), 2 or more. The first one is its key
+    K:       phrases tried as suffixes of a draft, at most, 1 or more
+    G:       phrases tried in one draft call, at most, 1 or more
+    phrases: draft by lookahead, with phrases (Section 3.1). Without it draft token by token
+    lengthen: verify also what follows the last drafted token in phrases that begin with it (3.2)
+    verification: make phrases of what the target discards (3.3)
+
+    Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs {"drafted", "calls", "accepted",
+    "matched", "phrases"} a round. These are the numbers of drafted tokens, of draft calls and of
+    accepted tokens, which may be tokens of a suffix too. "matched" is #Match of Eq. 10 for the
+    drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
+    that verification made.
+
+    Prompts that are given the same `pool` share its phrases, as those of a command line do (3.4).
+    """
+    if pool is None:
+        pool = PhrasePool()
+    text = begin(prompt, target, draft)
+    drafter = Drafter(draft, text, pool, W if phrases else 0, beta, G, sample.seed)
+    while True:
+        # The draft forgets rejected tokens, so it has cached at most the text without the root. If
+        # all of d was accepted it has cached less, and the next draft call is fed the rest.
+        draft.truncate(min(draft.length, len(text) - 1))
+        # Section 3.1: draft d_1 … d_γ, and a few tokens more if the last phrase is longer. Each
+        # call is fed the tokens that the draft model has not cached yet.
+        d = []
+        calls_before = draft.calls
+        while len(d) < gamma:
+            d += drafter.step((text + d)[draft.length:])
+        # Section 3.2, Eq. 7: the K newest phrases that begin with the last token of d lengthen the
+        # draft. The trie is given d first, which `learn` relies on.
+        tried = pool.newest(d[-1], K) if lengthen else []
+        lengthened = [d + list(phrase[1:]) for phrase in tried]
+        ids, parents, paths = trie(text[-1], [d, *lengthened])
+        # Eq. 2 and 8: compute in one call what the target chooses after every node.
+        logits = target.forward(ids, parents)  # [nodes, V]
+        v = greedy(logits)
+        chosen = sample(logits)  # at temperature 0 this is v
+        # Eq. 3 and 9: find the longest path that the target chooses, in d and then in one suffix.
+        path, chunk = walk(ids, parents, chosen)
+        target.commit(path)
+        accepted = len(path) - 1
+        text += chunk
+        # Section 3.3: discarded tokens become phrases, which the next rounds may draft with.
+        found = learn(pool, d, v, tried, paths[1:], accepted, beta) if verification else []
+        if log is not None:
+            log.append({"drafted": len(d), "calls": draft.calls - calls_before,
+                        "accepted": accepted, "matched": sum(x == y for x, y in zip(d, v)),
+                        "phrases": found})
+        yield chunk
+
+
+# -------------------------------------------------- Section 3.3: phrases from the verification
+def learn(pool: PhrasePool, d: list[int], v: list[int], tried: list[tuple[int, ...]],
+          paths: list[list[int]], A: int, beta: int) -> list[tuple[int, ...]]:
+    """Put corrected suffixes and phrases of discarded tokens into the pool (Section 3.3).
+
+    pool      the PhrasePool, changed in place
+    d         the drafted tokens
+    v         for each node of the tree the target's argmax after it
+    tried     the phrases that were tried as suffixes, the newest first
+    paths     for each of these phrases the nodes of the root, of d and of the suffix
+    A         how many tokens were accepted. Those of a suffix count too
+    beta      tokens of a phrase
+    returns   the phrases that were put into the pool, the newest last
+
+    Node 0 is the root, and node i is the i-th token of d, since the tree was built with d first. So
+    v[i] is the choice after node i, and for i up to len(d) it is also the choice after d[:i].
+    """
+    for phrase in tried:
+        pool.remove(phrase)
+    found = []
+    # `paths` begins with the newest phrase. The reverse order keeps that phrase the newest.
+    for nodes in reversed(paths):
+        # The phrase p_1 p_2 … p_β becomes p_1 v_2 … v_β, where v_i is the target's choice after
+        # p_(i-1). Node len(d) is p_1, and nothing is chosen after p_β, the last node.
+        choosing = nodes[len(d):-1]
+        found.append((d[-1], *(v[node] for node in choosing)))
+    found += phrases_of(d, v, A, beta)
+    for phrase in found:
+        pool.add(phrase)
+    return found
+
+
+def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int, ...]]:
+    """List the phrases that the discarded tokens of a draft make (Fig. 4).
+
+    d         the drafted tokens
+    v         v[i] is the target's choice after d[:i], so that d[i] is right if it equals v[i]. What
+              comes after v[len(d)] is not read
+    A         how many of the drafted tokens were accepted
+    beta      tokens of a phrase
+    returns   the phrases, each a tuple of β tokens
+
+    A phrase is a discarded token d[i] and the target's choices for the next β - 1 places. In all of
+    these places but the last the target must have agreed with the draft. If it did not, its next
+    choice was made after a drafted token that is not in the phrase.
+
+        d   5  6  7  8  9         A = 1: the target chose 1 and not 6
+        v   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. But 8 2 4 is none, since
+                                  the target chose 4 after 9 and not after 2
+    """
+    found = []
+    for i in range(A, len(d) - beta + 2):
+        agreed = d[i + 1:i + beta - 1] == v[i + 1:i + beta - 1]  # in all places but the last
+        if agreed:
+            found.append((d[i], *v[i + 1:i + beta]))
+    return found
 
 
 # ------------------------------------------------------- Section 3.1: drafting phrase by phrase
+class Drafter:
+    """Decode greedily with the draft model, several tokens a call.
+
+    This is lookahead decoding (Fu et al., arXiv 2402.02057) with the pool's phrases as guesses.
+
+    draft    the model that drafts
+    prompt   the text. The window starts with random tokens of it
+    pool     the PhrasePool whose phrases are tried. The phrases that the window finds are added
+    W        columns of the window. 0 switches phrases off. Then a call drafts one token
+    beta     tokens of a phrase (β). It is the N of lookahead decoding
+    G        how many phrases are tried in one call, at most
+    seed     a number that chooses the window's first tokens
+    """
+
+    def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
+                 G: int, seed: int):
+        self.draft = draft
+        self.pool = pool
+        self.beta = beta
+        self.G = G
+        # levels[l][i] guesses the token about i + l positions after the root. It is not exactly
+        # there, since the window moves by one position a call, whatever is drafted or rejected.
+        self.levels = []
+        if W > 0:
+            # The window starts as one level of W + β - 2 tokens, the root and random ones. It loses
+            # a column each time that it gets a level, which happens β - 2 times.
+            first = random.Random(seed).choices(prompt, k=W + beta - 3)
+            self.levels = [[prompt[-1], *first]]
+
+    def step(self, unseen: list[int]) -> list[int]:
+        """Draft the next tokens in one call.
+
+        unseen    the tokens (of the text, then of this round's draft) that the draft model has not
+                  cached. The last one is the root of the tree
+        returns   the tokens that follow, 1 or more. All of them but the last are now cached
+        """
+        *chain, root = unseen
+        guesses = []  # if phrases are switched off there is neither a guess nor a window
+        if self.levels:
+            guesses = [phrase[1:] for phrase in self.pool.newest(root, self.G)]
+        ids, parents, _ = trie(root, guesses)
+        size = len(ids)  # how many nodes the root and the guesses are. The window comes after them
+        last_level = add_window(self.levels, ids, parents) if self.levels else []
+        # The tree hangs below the unseen tokens before its root, so they are fed in the same call.
+        logits = self.draft.forward(*hang(chain, ids, parents))[len(chain):]
+        chosen = greedy(logits)
+        path, tokens = walk(ids[:size], parents[:size], chosen)
+        self.draft.commit([*range(len(chain)), *(len(chain) + node for node in path)])
+        if self.levels:
+            new = [chosen[node] for node in last_level]
+            self.levels, phrases = move_window(self.levels, root, new, self.beta)
+            for phrase in phrases:
+                self.pool.add(phrase)
+        return tokens
+
+
+# ------------------------------------- the tree of a draft call: the window, and unseen tokens
 # The next two functions are copied from jacobi.py, whose header draws the window.
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
@@ -150,183 +332,6 @@ def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int
     returns   ids and parents of the chain with the tree below it
     """
     return chain + ids, [*range(-1, len(chain) - 1), *(len(chain) + p for p in parents)]
-
-
-class Drafter:
-    """Decode greedily with the draft model, several tokens a call.
-
-    This is lookahead decoding (Fu et al., arXiv 2402.02057) with the pool's phrases as guesses.
-
-    draft    the model that drafts
-    prompt   the text. The window starts with random tokens of it
-    pool     the PhrasePool whose phrases are tried. The phrases that the window finds are added
-    W        columns of the window. 0 switches phrases off. Then a call drafts one token
-    beta     tokens of a phrase (β). It is the N of lookahead decoding
-    G        how many phrases are tried in one call, at most
-    seed     a number that chooses the window's first tokens
-    """
-
-    def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
-                 G: int, seed: int):
-        self.draft = draft
-        self.pool = pool
-        self.beta = beta
-        self.G = G
-        # levels[l][i] guesses the token about i + l positions after the root. The window always
-        # moves by one position, even if a call drafts several tokens or the target rejects some.
-        self.levels = []
-        if W > 0:
-            # The window starts as one level of W + β - 2 tokens, the root and random ones. It loses
-            # a column each time that it gets a level, which happens β - 2 times.
-            first = random.Random(seed).choices(prompt, k=W + beta - 3)
-            self.levels = [[prompt[-1], *first]]
-
-    def step(self, unseen: list[int]) -> list[int]:
-        """Draft the next tokens in one call.
-
-        unseen    the tokens (of the text, then of this round's draft) that the draft model has not
-                  cached. The last one is the root of the tree
-        returns   the tokens that follow, 1 or more. All of them but the last are now cached
-        """
-        *chain, root = unseen
-        guesses = []  # if phrases are switched off there is neither a guess nor a window
-        if self.levels:
-            guesses = [phrase[1:] for phrase in self.pool.newest(root, self.G)]
-        ids, parents, _ = trie(root, guesses)
-        size = len(ids)  # how many nodes the root and the guesses are. The window comes after them
-        last_level = add_window(self.levels, ids, parents) if self.levels else []
-        # The tree hangs below the unseen tokens before its root, so they are fed in the same call.
-        logits = self.draft.forward(*hang(chain, ids, parents))[len(chain):]
-        chosen = greedy(logits)
-        path, tokens = walk(ids[:size], parents[:size], chosen)
-        self.draft.commit([*range(len(chain)), *(len(chain) + node for node in path)])
-        if self.levels:
-            new = [chosen[node] for node in last_level]
-            self.levels, phrases = move_window(self.levels, root, new, self.beta)
-            for phrase in phrases:
-                self.pool.add(phrase)
-        return tokens
-
-
-# -------------------------------------------------- Section 3.3: phrases from the verification
-def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int, ...]]:
-    """List the phrases that the discarded tokens of a draft make (Fig. 4).
-
-    d         the drafted tokens
-    v         v[i] is the target's choice after d[:i], so that d[i] is right if it equals v[i]. What
-              comes after v[len(d)] is not read
-    A         how many of the drafted tokens were accepted
-    beta      tokens of a phrase
-    returns   the phrases, each a tuple of β tokens
-
-    A phrase is a discarded token d[i] and the target's choices for the next β - 1 places. All of
-    them but the last must equal the drafted tokens. If v[j] is not d[j], then v[j + 1] was chosen
-    after d[j], which is not in the phrase.
-
-        d   5  6  7  8  9         A = 1: the target chose 1 and not 6
-        v   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. But 8 2 4 is none, since
-                                  the target chose 4 after 9 and not after 2
-    """
-    found = []
-    for i in range(A, len(d) - beta + 2):
-        between = slice(i + 1, i + beta - 1)
-        if d[between] == v[between]:
-            found.append((d[i], *v[i + 1:i + beta]))
-    return found
-
-
-def learn(pool: PhrasePool, d: list[int], v: list[int], tried: list[tuple[int, ...]],
-          paths: list[list[int]], A: int, beta: int) -> list[tuple[int, ...]]:
-    """Put corrected suffixes and phrases of discarded tokens into the pool (Section 3.3).
-
-    pool      the PhrasePool, changed in place
-    d         the drafted tokens
-    v         for each node of the tree the target's argmax after it
-    tried     the phrases that were tried as suffixes, the newest first
-    paths     for each of them the nodes of the root, of d and of the suffix
-    A         how many tokens were accepted. Those of a suffix count too
-    beta      tokens of a phrase
-    returns   the phrases that were put into the pool, the newest last
-
-    Node 0 is the root, and node i is the i-th token of d, since the tree was built with d first. So
-    v[i] is the choice after node i, and for i up to len(d) it is also the choice after d[:i].
-    """
-    for phrase in tried:
-        pool.remove(phrase)
-    found = []
-    # `paths` begins with the newest phrase. The reverse order keeps that phrase the newest.
-    for nodes in reversed(paths):
-        # The phrase p_1 p_2 … p_β becomes p_1 v_2 … v_β, where v_i is the target's choice after
-        # p_(i-1). Node len(d) is p_1, and nothing is chosen after p_β, the last node.
-        choosing = nodes[len(d):-1]
-        found.append((d[-1], *(v[node] for node in choosing)))
-    found += phrases_of(d, v, A, beta)
-    for phrase in found:
-        pool.add(phrase)
-    return found
-
-
-# ------------------------------------------------------------------------------------ the method
-def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, W: int = 2,
-              beta: int = 3, K: int = 3, G: int = 4, phrases: bool = True,
-              lengthen: bool = True, verification: bool = True, pool: PhrasePool | None = None,
-              sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
-    """Draft at least gamma tokens phrase by phrase. Verify the drafted tokens, and the phrases that
-    may follow them as suffixes, in one target call.
-
-    gamma:   tokens drafted a round, at least (γ), 1 or more
-    W:       columns of the draft's lookahead window, 1 or more
-    beta:    tokens of a phrase (β), 2 or more. The first one is its key
-    K:       phrases tried as suffixes of a draft, at most, 1 or more
-    G:       phrases tried in one draft call, at most, 1 or more
-    phrases: draft by lookahead, with phrases (Section 3.1). Without it draft token by token
-    lengthen: verify also what follows the last drafted token in phrases that begin with it (3.2)
-    verification: make phrases of what the target discards (3.3)
-
-    Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs {"drafted", "calls", "accepted",
-    "matched", "phrases"} a round. These are the numbers of drafted tokens, of draft calls and of
-    accepted tokens, which may be tokens of a suffix too. "matched" is #Match of Eq. 10 for the
-    drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
-    that verification made.
-
-    Prompts that are given the same `pool` share its phrases, as those of a command line do (3.4).
-    """
-    if pool is None:
-        pool = PhrasePool()
-    prompt = begin(prompt, target, draft)
-    drafter = Drafter(draft, prompt, pool, W if phrases else 0, beta, G, sample.seed)
-    text = list(prompt)
-    while True:
-        # The draft forgets rejected tokens. If all of d was accepted, it has none to forget. Then
-        # the last token of d and a suffix are not cached yet, and the next draft call is fed them.
-        draft.truncate(min(draft.length, len(text) - 1))
-        # Section 3.1: draft d_1 … d_γ, and a few tokens more if the last phrase is longer. Each
-        # call is fed the tokens that the draft model has not cached yet.
-        d = []
-        calls_before = draft.calls
-        while len(d) < gamma:
-            d += drafter.step((text + d)[draft.length:])
-        # Section 3.2, Eq. 7: the K newest phrases that begin with the last token of d lengthen the
-        # draft. The trie is given d first, which `learn` relies on.
-        tried = pool.newest(d[-1], K) if lengthen else []
-        lengthened = [d + list(phrase[1:]) for phrase in tried]
-        ids, parents, paths = trie(text[-1], [d, *lengthened])
-        # Eq. 2 and 8: compute in one call what the target chooses after every node.
-        logits = target.forward(ids, parents)  # [nodes, V]
-        v = greedy(logits)
-        chosen = v if sample.temperature == 0 else sample(logits)
-        # Eq. 3 and 9: find the longest path that the target chooses, in d and then in one suffix.
-        path, chunk = walk(ids, parents, chosen)
-        target.commit(path)
-        accepted = len(path) - 1
-        text += chunk
-        # Section 3.3: discarded tokens become phrases, which the next rounds may draft with.
-        found = learn(pool, d, v, tried, paths[1:], accepted, beta) if verification else []
-        if log is not None:
-            log.append({"drafted": len(d), "calls": draft.calls - calls_before,
-                        "accepted": accepted, "matched": sum(x == y for x, y in zip(d, v)),
-                        "phrases": found})
-        yield chunk
 
 
 # ------------------------------------------------------------------------------ the command line

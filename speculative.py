@@ -10,8 +10,11 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
 letters are Leviathan's. Chen and README's survey swap them. The code says `target_probs` and
-`draft_probs`. The two lines above are `verify_tokens`. Sun's rule, `--verification block`, judges
-the draft as a whole. On average it accepts no fewer guesses, and at temperature 0 the same ones.
+`draft_probs`. The two lines above are `verify_tokens`.
+
+Sun's rule is the better one, and comes after the method. It is `verify_block`, asked for by
+`--verification block`, and judges the draft as a whole. On average it accepts no fewer guesses, and
+at temperature 0 the same ones.
 
 The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
 are one-hot, and the output is the target's greedy output.
@@ -24,12 +27,13 @@ A round with γ = 3 after "… the cat sat", where "my" is rejected:
     chunk             on, the         "the" is drawn from norm(max(0, p_2 - q_2))
 
 p_i is the target's distribution at the position of the guess x_i. The last one, p_4, is for the
-token after a draft that is accepted as a whole.
+token after a draft that is accepted as a whole, which vLLM calls the *bonus token*.
 
 Departure:
 - The length of a draft. Paper: always γ. Here: with --confidence the draft ends after the first
-  guess whose probability is below that. Why: guesses after an unlikely one are rarely accepted.
-  Whether to draw another guess is decided before it is drawn, so the output stays exact.
+  guess whose probability is below that. Why: guesses after an unlikely one are rarely accepted. The
+  output stays exact: the decision to go on reads only guesses that are drawn already, so every x_i
+  still comes from q_i.
 
 Left out: lenience, which is lossy (Leviathan's App. A.5), and beam search (App. A.4).
 """
@@ -42,6 +46,7 @@ import torch
 import torch.nn.functional as F
 
 
+# ------------------------------------------------------------------- the rule: guess by guess
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Compute norm(max(0, p - q)), the distribution that a token is drawn from after a rejection.
 
@@ -91,6 +96,56 @@ def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses
     return accepted, draw_next(target_probs, draft_probs, accepted, sample)
 
 
+# --------------------------------------------------------------------------------- the method
+def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6,
+                confidence: float = 0.0, verification: str = "token", sample: Sampler = greedy,
+                log: list | None = None) -> Iterator[list[int]]:
+    """Draft gamma tokens one by one, and verify all of them in one target call.
+
+    gamma: tokens drafted a round (γ), 1 or more
+    confidence: the draft ends after the first guess with a smaller probability. That is the draft's
+        own, before temperature, top-k and top-p. 0 always drafts gamma tokens
+    verification: token for Leviathan's and Chen's rule, block for Sun's
+
+    Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token more. Logs
+    {"drafted", "accepted"} a round, the numbers of guesses and of accepted ones.
+    """
+    if not 0 <= confidence < 1:
+        raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
+    if verification not in VERIFICATIONS:
+        raise InputError(f"--verification must be token or block, got {verification!r}")
+    verify = VERIFICATIONS[verification]
+    text = begin(prompt, target, draft)
+    while True:
+        # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
+        guesses = []
+        draft_probs = []
+        while len(guesses) < gamma:
+            # The draft model has yet to cache one token, or two after a draft that was accepted as
+            # a whole: it was never fed its own last guess.
+            unseen = (text + guesses)[draft.length:]
+            logits = draft.forward(unseen)[-1:]  # [1, V]
+            draft.commit(range(len(unseen)))
+            q = sample.probs(logits)  # [1, V]
+            guesses += sample.draw(q).tolist()
+            draft_probs.append(q)
+            if confidence > 0 and logits.float().softmax(-1)[0, guesses[-1]] < confidence:
+                break
+        # Second step: compute p_1 … p_{γ+1} in one target call
+        target_probs = sample.probs(target.forward([text[-1], *guesses]))  # [γ+1, V]
+        # Third and fourth step: count the accepted guesses, and draw one more token
+        accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
+        chunk = [*guesses[:accepted], token]
+        text += chunk
+        # Both models forget the rejected guesses. Neither has been fed the new last token.
+        target.commit(range(1 + accepted))
+        draft.truncate(min(draft.length, len(text) - 1))
+        if log is not None:
+            log.append({"drafted": len(guesses), "accepted": accepted})
+        yield chunk  # last step: the text grows by the accepted guesses and the token
+
+
+# --------------------------------------------------- the better rule: a draft judged as a whole
 def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
                  sample: Sampler) -> tuple[int, int]:
     """Accept leading guesses by looking at the whole draft. Sun et al., Algorithm 2.
@@ -142,56 +197,12 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
 VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option's values
 
 
-def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6,
-                confidence: float = 0.0, verification: str = "token", sample: Sampler = greedy,
-                log: list | None = None) -> Iterator[list[int]]:
-    """Draft gamma tokens one by one, and verify all of them in one target call.
-
-    gamma: tokens drafted a round (γ), 1 or more
-    confidence: the draft ends after the first guess with a smaller probability. That is the draft's
-        own, before temperature, top-k and top-p. 0 always drafts gamma tokens
-    verification: token for Leviathan's and Chen's rule, block for Sun's
-
-    Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token more. Logs
-    {"drafted", "accepted"} a round, the numbers of guesses and of accepted ones.
-    """
-    if not 0 <= confidence < 1:
-        raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
-    if verification not in VERIFICATIONS:
-        raise InputError(f"--verification must be token or block, got {verification!r}")
-    prompt = begin(prompt, target, draft)
-    verify = VERIFICATIONS[verification]
-    text = prompt
-    while True:
-        # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
-        guesses = []
-        draft_probs = []
-        while len(guesses) < gamma:
-            unseen = (text + guesses)[draft.length:]  # what the draft has not cached yet
-            logits = draft.forward(unseen)[-1:]  # [1, V]
-            draft.commit(range(len(unseen)))
-            q = sample.probs(logits)  # [1, V]
-            guesses += sample.draw(q).tolist()
-            draft_probs.append(q)
-            if confidence > 0 and logits.float().softmax(-1)[0, guesses[-1]] < confidence:
-                break
-        # Second step: compute p_1 … p_{γ+1} in one target call
-        target_probs = sample.probs(target.forward([text[-1], *guesses]))  # [γ+1, V]
-        # Third and fourth step: count the accepted guesses, and draw one more token
-        accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
-        chunk = [*guesses[:accepted], token]
-        text += chunk
-        # Both models forget the rejected guesses. Neither has been fed the new last token.
-        target.commit(range(1 + accepted))
-        draft.truncate(min(draft.length, len(text) - 1))
-        if log is not None:
-            log.append({"drafted": len(guesses), "accepted": accepted})
-        yield chunk  # last step: the text grows by the accepted guesses and the token
-
-
 # ------------------------------------------------------------------------- the command line
 def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
+
+    A round adds its accepted guesses and one token more to the text. How many tokens these are on
+    average is often called the *acceptance length*.
 
     Leviathan's Theorem 3.8 predicts it from γ, c and α, for `verify_tokens` and drafts of equal
     length. Otherwise it is approximate. The time of a draft call divided by that of a target call

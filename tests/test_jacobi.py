@@ -13,7 +13,7 @@ from cli.trajectory import show_trajectory
 from common import Sampler, greedy, trie, until
 from fake_models import Oranges, Recorder, counting, markov, scripted
 from helpers import tokens_of
-from jacobi import jacobi, lookahead, prompt_lookup, remember
+from jacobi import NgramPool, jacobi, lookahead, prompt_lookup
 
 
 # -------------------------------------------------------------------------------------- Jacobi
@@ -86,7 +86,7 @@ def test_the_window_of_the_survey(sample, monkeypatch):
         return F.one_hot(torch.tensor(following % 900), 900).float()
     found, target, log = [], Recorder(after), []
     monkeypatch.setattr(module.random, "Random", Oranges)
-    monkeypatch.setattr(module, "remember", lambda pool, ngrams, G: found.append(ngrams))
+    monkeypatch.setattr(module.NgramPool, "add", lambda pool, ngrams: found.append(ngrams))
     chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, sample=sample, log=log)
     text = [0, *tokens_of(chunks, 5)]
     assert (text == [0, 1, 2, 3, 4, 5]) == (sample is greedy)
@@ -122,6 +122,6 @@ def test_prompt_lookup_tries_what_followed_the_last_token(prompt):
 
 
 def test_the_pool_keeps_the_newest():
-    pool = {}
-    remember(pool, [(1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 5, 6), (2, 2, 3)], 2)
-    assert {key: list(tails) for key, tails in pool.items()} == {1: [(2, 3), (5, 6)], 2: [(2, 3)]}
+    pool = NgramPool(3)
+    pool.add([(1, 2, 3), (1, 2, 4), (1, 5, 6), (1, 7, 8), (1, 5, 6), (2, 2, 3)])
+    assert [pool.newest(x) for x in range(3)] == [[], [[2, 4], [7, 8], [5, 6]], [[2, 3]]]

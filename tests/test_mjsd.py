@@ -71,7 +71,7 @@ def beams_of(logits_of, unseen, depth, beams, sample, eos) -> dict[tuple, float]
     found = beam_search(lm, unseen, depth, beams, sample, eos)
     for beam in found:  # its nodes hold its tokens, and all have those that have a child
         assert [lm.ids[node] for node in beam.nodes][len(unseen):] == beam.tokens[:-1]
-    return {tuple(beam.tokens): beam.logp for beam in found}
+    return {tuple(beam.tokens): beam.logps[-1] for beam in found}
 
 
 @pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
