@@ -1,5 +1,5 @@
 """This file has what the methods share: token trees, masks, a model with its cache, sampling,
-decoding, loading and a small command line. Read it first.
+decoding, loading and a small command line. Read it first; masks and loading can wait.
 
 Every method does one thing in its own way. It grows a small *token tree* at the end of the text,
 runs the model once over the whole tree, and keeps one path of the tree.
@@ -8,14 +8,14 @@ runs the model once over the whole tree, and keeps one path of the tree.
     draft      a smaller model, or a part of the target, that guesses what the target will say;
                also the tokens that it guesses in a round
     call       one pass of a model over some tokens at once
-    row        one token of a call
+    row        one token of a call, with its keys, values and logits; the cache has a slot for it
     round      one turn of a method's loop: some guesses, and one call of the target to verify them
     context    the text without its last token; its keys and values are cached
     root       the last token of the text: it is known but not cached, so each round feeds it
     tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it
-    accepted   a guess is accepted if it and every guess above it passed verification
+    accepted   a guess is accepted if it joins the text; then so do all guesses above it
     chunk      the tokens that a round adds to the text: the accepted guesses, then one token that
-               the target chose itself. Their mean number is the *acceptance length*
+               the target chose itself. Its mean length is the *acceptance length*
 
         … the cat ── sat ─┬─ on ── the ── mat     The target chooses "on" after "sat", and "my"
          context    root  └─ in ── a              after "on". The guess "on" is accepted, and the
@@ -34,7 +34,7 @@ The life of a round, with this tree:
                  other, so a node sees the context, its ancestors and itself (*tree attention*):
 
                                  … the cat   sat  on  the  mat  in   a     position
-                            sat   x   x  x    x                               n
+                            sat   x   x  x    x                               n (of context)
                             on    x   x  x    x    x                          n + 1
                             the   x   x  x    x    x   x                      n + 2
                             mat   x   x  x    x    x   x    x                 n + 3
@@ -120,10 +120,10 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens each kind of layer looks back; None where it sees all of them.
 
-    A config that lists no kinds of layers has one kind, with a window or without.
+    A config that lists no kinds of layers gets one, called sliding; its window may be None.
     """
     config = model.config.get_text_config()
-    # A family without windows ignores a `sliding_window` in its config, and its class has none.
+    # A file may list a `sliding_window` that its family ignores. Then the config's class has none.
     window = config.sliding_window if hasattr(type(config), "sliding_window") else None
     listed = getattr(config, "layer_types", None) or ["sliding_attention"]
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(listed))}
@@ -137,7 +137,7 @@ def attention_mask(windows: dict, visible, row_places, slot_places, like: torch.
     row_places    [B, n], the positions of the rows; and slot_places [B, m], those of the slots
     returns       [B, 1, n, m], like `like`; for several kinds of layers a dictionary of masks
     """
-    masks, past = {}, row_places[..., None] - slot_places[:, None]
+    masks, past = {}, row_places[..., None] - slot_places[:, None]  # how far before: [B, n, m]
     for kind, window in windows.items():
         seen = visible if window is None else visible & (past < window)
         masks[kind] = torch.where(seen[:, None], 0.0, -torch.inf).to(like)
@@ -146,10 +146,10 @@ def attention_mask(windows: dict, visible, row_places, slot_places, like: torch.
 
 # ----------------------------------------------------------------------- a model with a cache
 class KVCache:
-    """Hold the keys and values of every layer, in buffers that double when they are full.
+    """Hold the keys and values of every layer, in buffers that grow when they are full.
 
     transformers hands this object to every layer. A pass writes its rows from slot `start` on, and
-    attends to all slots up to its last row. So a rollback only sets `start` back.
+    attends to all slots up to its last row. So a rollback costs nothing: the next `start` is lower.
     """
     KINDS = ("full_attention", "sliding_attention")  # of the layers that it can serve
 
@@ -162,7 +162,7 @@ class KVCache:
         end = self.start + keys.shape[2]
         for i, new in enumerate((keys, values)):
             if end > buffers[i].shape[2]:
-                buffers[i] = F.pad(buffers[i], (0, 0, 0, end))
+                buffers[i] = F.pad(buffers[i], (0, 0, 0, end))  # `end` more slots
             buffers[i][:, :, self.start:end] = new
         return [buffer[:, :, :end] for buffer in buffers]
 
@@ -174,12 +174,12 @@ class KVCache:
         return model(**inputs, past_key_values=self, use_cache=True, return_dict=True)
 
     def commit(self, first: int, path: list[int]) -> None:
-        """Move the rows of a path to the slots from `first` on, where pending node 0 is."""
+        """Move the rows of a path to the slots from `first` on. Pending node 0 is in `first`."""
         if path == list(range(len(path))):
             return  # they are in place already
         rows = first + torch.tensor(path)
         for buffer in [x for buffers in self.layers.values() for x in buffers]:
-            rows = rows.to(buffer.device)  # only the first of them is copied to a GPU
+            rows = rows.to(buffer.device)  # one copy, as long as all layers share a device
             buffer[:, :, first:first + len(path)] = buffer[:, :, rows]
 
     def truncate(self, length: int) -> None:
@@ -197,20 +197,20 @@ class CachedLM:
                                         the next call writes over these
 
     model        a model in eval mode, as `load` returns it
-    vocab        how many logits count, as embeddings may be padded beyond the tokenizer. None: all
+    vocab        how many logits count. Embeddings may be padded beyond the tokenizer. None: all
     cache        where its rows are kept. None: a KVCache, for layers that have keys and values
     max_length   how many tokens the model is made for
     length       how many tokens of context are cached
     parents      the parents of the pending nodes: earlier pending nodes, or -1 for the context
-    calls        how many passes gave logits
+    calls        how many passes gave logits; those of the prefill give none
     """
     PART = 128  # tokens of a prompt in one pass, which keeps its mask small
-    prefix = 0  # rows before the context. Only subclasses have any, as the one of bita.py
+    prefix = 0  # rows before the context. A subclass that has some overrides `layout`
 
     def __init__(self, model, vocab: int | None = None, cache: KVCache | None = None):
         self.model, self.windows = model, windows_of(model)
         self.cache = KVCache() if cache is None else cache
-        if not {*self.windows} <= {*self.cache.KINDS}:
+        if not set(self.windows) <= set(self.cache.KINDS):
             raise InputError(f"expected layers of {self.cache.KINDS}, got {[*self.windows]}")
         self.max_length = context_length(model)
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
@@ -219,9 +219,9 @@ class CachedLM:
 
     @torch.inference_mode()
     def start(self, ids: list[int]) -> None:
-        """Forget everything, and cache a context: the tokens of a prompt without the last one."""
+        """Forget the old text, and cache all of ids: a prompt without its last token, the root."""
         if len(ids) > self.max_length:
-            raise InputError(f"expected at most {self.max_length} tokens, got {len(ids)}")
+            raise InputError(f"expected a context of {self.max_length} or less, got {len(ids)}")
         self.truncate(0)
         for i in range(0, len(ids), self.PART):
             # No part needs logits, which take much memory if the vocabulary is large.
@@ -240,7 +240,7 @@ class CachedLM:
         """
         n, old = len(ids), len(self.parents)
         parents = list(range(old - 1, old + n - 1) if parents is None else parents)
-        if not 0 < n == len(parents) or any(not -1 <= x < i for i, x in enumerate(parents, old)):
+        if n == 0 or n != len(parents) or any(not -1 <= x < i for i, x in enumerate(parents, old)):
             raise ValueError(f"expected {n} parents, earlier nodes or -1, got {parents}")
         positions, mask = self.layout(self.parents + parents, n)
         self.cache.start = self.prefix + self.length + old  # the slot after all pending nodes
@@ -254,10 +254,10 @@ class CachedLM:
     def layout(self, parents: list[int], n: int):
         """Compute the positions [1, n] of the newest n nodes, and the mask of what they see."""
         ancestors = ancestor_mask(parents)
-        self.cache.ancestors = ancestors  # for layers that read no mask
+        self.cache.ancestors = ancestors  # for caches of layers that read no mask
         # The position of a node is how many tokens come before it: those of the context and its
         # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess beyond max_length
-        # is in no answer, since the limit of `until` comes before it. It gets the last position.
+        # gets the last position. In the target's answer is none, since `until` ends before it.
         places = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A node sees the whole context, its ancestors and itself, apart from windows.
         visible = F.pad(ancestors[-n:], (self.length, 0), value=True)
@@ -269,7 +269,7 @@ class CachedLM:
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         """Run the model once, on the cache as it is; return logits [1, keep, V]."""
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-        # The rows are given by index, since transformers takes a count of 0 for all. For a slice
+        # Rows are given by index: transformers takes a count of 0 for all of them, and for a slice
         # PyTorch copies the LM head on a CPU in bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
         return self.cache.run(self.model, **{name: inputs}, position_ids=positions,
@@ -282,7 +282,7 @@ class CachedLM:
         path   nodes, each the child of the one before it; the first is a child of the context
         """
         path = list(path)
-        if min(path, default=0) < 0 or [self.parents[i] for i in path] != [-1, *path][:-1]:
+        if min(path, default=0) < 0 or any(self.parents[i] != x for i, x in zip(path, [-1, *path])):
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
         self.cache.commit(self.prefix + self.length, path)
         self.length, self.parents = self.length + len(path), []
@@ -358,8 +358,8 @@ def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
     """Put the context of a prompt into the cache of each model. Each method calls this first.
 
     prompt    token ids, a list or a tensor [n]. It is returned as a list
-    drafts    models with the same tokenizer that draft. A guess must be a token of the target
-    options   other arguments of the target's `start`
+    drafts    models with the same tokenizer. Their logits beyond the target's vocabulary are cut
+    options   arguments of the target's `start`, if its class has some of its own
     """
     prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     if not prompt or not all(isinstance(token, int) for token in prompt):
@@ -380,14 +380,14 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
 
     prompt   token ids, a list or a tensor [n]
     sample   `greedy`, or a Sampler
-    log      a list to which methods append a record of each round; this one has none
+    log      a list to which methods append a record of each round. This one appends nothing
     Yields chunks of 1 token.
     """
-    root = begin(prompt, target)[-1:]
+    chunk = begin(prompt, target)[-1:]
     while True:  # the tree of each round has only a root
-        root = sample(target.forward(root))
+        chunk = sample(target.forward(chunk))
         target.commit([0])
-        yield root
+        yield chunk
 
 
 def until(chunks, limit: int, eos=()):
@@ -437,11 +437,11 @@ def eos_ids(model, tokenizer) -> set[int]:
 
 # ----------------------------------------------------------------------- a small command line
 def main(methods: list, *_, **__) -> None:
-    """Answer a prompt by the first of some methods, as the command line of a copied file says.
+    """Answer a prompt by the first method of a file that was copied without the folder cli/.
 
-    The options are the method's keyword arguments. In the project cli/ has a larger command line.
+    Its options are the method's numbers and texts. Whatever else a file says is ignored.
     """
-    method, takes = methods[0], methods[0].__annotations__
+    method, takes = methods[0], methods[0].__annotations__  # takes["target"] is CachedLM
     roles = [role for role in ("target", "draft") if role in takes]
     options = {name: x for name, x in method.__kwdefaults__.items() if type(x) in (int, float, str)}
     parser = argparse.ArgumentParser(description=method.__doc__, usage=argparse.SUPPRESS,

@@ -39,6 +39,12 @@ number says how many positions after the root the token would stand:
     level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4           column 1
     new         d3     d4     d5                  └─ b1 ─── c2 ─> d3                  column 0
 
+The window starts as one level of W + N - 2 = 5 tokens. Each call adds a level and drops a column:
+
+    call 1    root  a1  a2  a3  a4                     gives b1 … b5, and b1 is not kept
+    call 2    root  a2  a3  a4 │ b2  b3  b4  b5        gives c3 … c6; a root is in the place of a1
+    call 3    root  a3  a4 │ b3  b4  b5 │ c4  c5  c6   is full: from here on as in the picture
+
 One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
 n-gram: column 2 is a2, b3, c4 and d5. Then level 0 is dropped, and the others move up by one. The
 next root takes the place of b1.
@@ -50,7 +56,7 @@ Departures:
   after it is final too. Why: no call is spent only on a root, or on seeing that nothing changes.
 - Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
   after the other. Here: one sample after each node is compared with the guesses. Why: the
-  distribution is the same, and a call draws once.
+  distribution is the same, and each node needs one draw.
 - The window. Released code: with ALWAYS_FWD_ONE = 0 the window moves on by all tokens that a call
   adds to the text, and random tokens fill its new columns. Here: it moves by one position, even if
   a call adds several tokens. Then its tokens stand for later positions than they were computed for.

@@ -28,15 +28,14 @@ perplexity under the target. For an accepted prefix
 
 The first term is small if the beams find a likely text. The second is below log(1 / τ), 2.3 nats at
 the default τ, since the prefix passed the test. But a prefix that the target finds unlikely passes
-if the draft finds it unlikely too. So the text is likelier than autoregressive text only if there
-are several beams and the draft is good. With the embedded draft it is less likely. Samples of a
-real model were likelier with 8 beams if 1 - TVD was 0.6 or more (results/mjsd.md). TVD is the total
-variation distance between the next-token probabilities of draft and target.
+if the draft finds it unlikely too. Whether the text is likelier than autoregressive text depends on
+the draft and on the number of beams (results/mjsd.md).
 
 Departures:
 - Temperature 0. Paper: Alg. 1 samples beams and tokens, with top-20 and top-p 0.9 (App. D). Here: a
   beam continues with the likeliest tokens, and the target adds its argmax. p and q are not warped.
-  Why: warped they would be 0 or 1, so the test would accept nothing but the target's own text.
+  Why: warped they would be 0 or 1, so the test would accept nothing but the target's own text. At
+  a temperature p and q are warped by the sampler, which keeps all tokens unless it is told.
 - End of an answer. Paper: a beam has γ tokens. Here: an EOS ends a beam, which keeps its joint
   probability and competes with longer beams. Why: tokens after an EOS must not count for or against
   a beam. Short texts gain a little by this.
@@ -159,7 +158,7 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
            search finds the argmax itself
 
     Yields chunks of K tokens, or fewer if an EOS ends the chunk; logs {"logp"} a chunk. This is the
-    chunk's joint log-probability in nats. The search takes a target call for each token.
+    chunk's joint log-probability in nats. The search takes a target call for each level, K at most.
     """
     if sample.temperature > 0:
         raise InputError(f"--temperature must be 0 for joint greedy decoding, got "
@@ -170,7 +169,7 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
         best = beam_search(target, [root], K, beams, sample, eos)[0]
         if not best.tokens:
             raise InputError("expected logits that are numbers, got nan from the target")
-        target.commit(best.nodes)  # the root and all new tokens but the last
+        target.commit(best.nodes[:len(best.tokens)])  # the root and all new tokens but the last
         root = best.tokens[-1]
         if log is not None:
             log.append({"logp": best.logps[-1]})
@@ -204,7 +203,7 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
         eta = 0
         for i, j in enumerate(x, 1):  # lines 7 and 8
             p += P[i - 1, j].item()  # line 9
-            if math.exp(min(0.0, p - q[i])) > tau:  # line 10: min(1, p / q) > τ
+            if math.exp(min(p - q[i], 0.0)) > tau:  # line 10: min(1, p / q) > τ. Nan never passes
                 eta = i  # line 11: the longest accepted prefix so far
         [t] = sample(logits[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
@@ -235,9 +234,9 @@ def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[in
 
 def report(run) -> str:
     """Return a line with the output's perplexity and, for MJSD, what a round accepts."""
-    outputs = [output for output in run.outputs if output]
+    pairs = [(prompt, output) for prompt, output in zip(run.prompts, run.outputs) if output]
     text = (f"perplexity of the output under the target: "
-            f"{perplexity(run.models['target'], run.prompts, outputs):.3f}")
+            f"{perplexity(run.models['target'], *zip(*pairs)):.3f}")
     if run.method is mjgd:
         return text
     drafted = sum(r["drafted"] for r in run.log) / len(run.log)

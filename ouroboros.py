@@ -4,7 +4,7 @@ Zhao et al., "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster Sp
 arXiv 2402.13720
 
     speed-up = (A(γ + β) + 1) t_target / (γ / c · t_draft + t_target)                        Eq. 6
-    A(γ + β)   how many tokens are accepted of a draft of γ tokens that a phrase lengthens
+    A(γ + β)   how many tokens are accepted of γ drafted ones and the β of a suffix after them
     c          how many tokens one draft call drafts, so that γ tokens take γ / c calls
     t_draft    seconds of a draft call; t_target alike
 
@@ -16,8 +16,8 @@ holds the phrases "sat on the", "mat and then" and "mat by me", and the text end
                                                                It chooses d: on, the, mat
     lengthen (3.2)   sat ── on ── the ── mat ─┬─ and ── then   one target call is fed the root, d
                                               └─ by ─── me     and both phrases that begin with mat
-    verify           on     the   mat    and    slept          the target chooses these tokens after
-                                                               sat, on, the, mat, and: the chunk
+    verify           on     the   mat    and    slept          the target's choices after sat, on,
+                                                               the, mat and "and" are the chunk
     learn (3.3)      mat and then ─> mat and slept             in the pool the target's choices
                      mat by me    ─> mat and …                 replace the tokens of both suffixes
 
@@ -59,7 +59,7 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, Sampler, begin, greedy, trie, walk
+from common import CachedLM, InputError, Sampler, begin, greedy, trie, walk
 
 
 # -------------------------------------------------------------------------- the pool of phrases
@@ -110,8 +110,10 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
     that verification made.
 
-    Prompts that are given the same `pool` share its phrases, as those of a command line do (3.4).
+    Prompts that are given the same `pool` share its phrases (3.4). None: a new pool.
     """
+    if beta < 2:
+        raise InputError(f"--beta must be 2 or more, got {beta}")
     if pool is None:
         pool = PhrasePool()
     text = begin(prompt, target, draft)
@@ -265,7 +267,13 @@ class Drafter:
 
 
 # ------------------------------------- the tree of a draft call: the window, and unseen tokens
-# The next two functions are copied from jacobi.py, whose header draws the window.
+# The next two functions are copied from jacobi.py. The window with W = 2 and β = 3:
+#
+#     level 0     sat ── b     Level 0 is a chain below the root, and level 1 below it by column.
+#                  │     │     The argmaxes complete the phrases "sat c e" and "b d f".
+#     level 1      c     d     The next call has its own root and d in level 0, e and f in level 1.
+#                  │     │
+#     argmaxes     e     f
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 

@@ -12,9 +12,9 @@ p is the target's distribution and q the draft's, both after temperature, top-k 
 letters are Leviathan's. Chen and README's survey swap them. The code says `target_probs` and
 `draft_probs`. The two lines above are `verify_tokens`.
 
-Sun's rule is the better one, and comes after the method. It is `verify_block`, asked for by
-`--verification block`, and judges the draft as a whole. On average it accepts no fewer guesses, and
-at temperature 0 the same ones.
+Sun's rule is better. It is `verify_block`, below the method, and `--verification block` asks for
+it. It judges the draft as a whole. On average it accepts no fewer guesses, and at temperature 0 the
+same ones.
 
 The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
 are one-hot, and the output is the target's greedy output.
@@ -66,7 +66,7 @@ def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
               sample: Sampler) -> int:
     """Draw and return the token that follows the accepted guesses.
 
-    probs         [γ+1, V], the target's distributions p_i. `verify_block` passes joint_i p_i
+    probs         [γ+1, V], the target's distributions p_i. From `verify_block`: joint_{i-1} p_i
     draft_probs   [γ, V], the draft's distributions, which are subtracted
     accepted      how many guesses are accepted
     sample        the Sampler that draws the token
@@ -80,6 +80,11 @@ def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
 def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
                   sample: Sampler) -> tuple[int, int]:
     """Accept leading guesses, and draw the token after them. Leviathan, Alg. 1; Chen, Theorem 1.
+
+    Why it is exact: x is guessed and accepted with probability q(x) min(1, p(x) / q(x)), which is
+    min(p(x), q(x)). The rest, 1 - Σ min(p, q) = Σ max(0, p - q), is how often a guess is rejected.
+    The drawn token is then x with probability max(0, p(x) - q(x)) divided by that sum. So x comes
+    out with probability min(p(x), q(x)) + max(0, p(x) - q(x)) = p(x).
 
     target_probs  [γ+1, V], the target's distributions p_1 … p_{γ+1}
     draft_probs   [γ, V], the draft's distributions q_1 … q_γ
@@ -204,11 +209,13 @@ def report(run) -> str:
     A round adds its accepted guesses and one token more to the text. How many tokens these are on
     average is often called the *acceptance length*.
 
-    Leviathan's Theorem 3.8 predicts it from γ, c and α, for `verify_tokens` and drafts of equal
-    length. Otherwise it is approximate. The time of a draft call divided by that of a target call
-    is c. The share of accepted guesses among the tried ones, which end at a rejected one, is α.
+    Leviathan's Eq. 1 predicts it from γ and α, and Theorem 3.8 the speed-up from γ, α and c. Both
+    hold for `verify_tokens` and drafts of equal length, and are approximate for others.
 
-    run   a run of the command line
+    α   the share of accepted guesses among the tried ones, which end with the first rejected one
+    c   the time of a draft call divided by that of a target call
+
+    run   the record that cli/ keeps of a run: its models, with their calls and seconds, and its log
     """
     target, draft = run.models.values()
     drafted = sum(r["drafted"] for r in run.log)

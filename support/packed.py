@@ -13,15 +13,14 @@ oneDNN keeps half a megabyte for each shape of a weight and each number of rows 
 This is about speed alone. The products are the same, up to rounding. Nothing is packed on a GPU or
 in half precision.
 """
-import weakref
-
 import torch
 from torch.nn import Linear
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Smaller weights stay in a core's caches. For them a call of oneDNN costs more than it saves.
 LEAST = 1 << 18  # numbers in a weight: 1 MiB of float32
 ROWS = 8  # oneDNN chooses the size of its blocks for calls of so many rows
-BLOCKS = {}  # of each weight that lives, by its id: (its address and version, its numbers, blocks)
+BLOCKS = WeakIdKeyDictionary()  # weight: (its address and version, its numbers, the blocks)
 
 
 class PackedLinear(Linear):
@@ -52,12 +51,11 @@ def packed_weight(weight: torch.nn.Parameter) -> torch.Tensor:
     that no others can come to lie at their address.
     """
     state = (weight.data_ptr(), weight._version)
-    known = BLOCKS.get(id(weight))
-    if known is None:
-        weakref.finalize(weight, BLOCKS.pop, id(weight), None)
+    known = BLOCKS.get(weight)
     if known is None or known[0] != state:
         x = weight.detach()
-        known = BLOCKS[id(weight)] = state, x, torch.ops.mkldnn._reorder_linear_weight(x, ROWS)
+        known = state, x, torch.ops.mkldnn._reorder_linear_weight(x, ROWS)
+        BLOCKS[weight] = known
     return known[2]
 
 
