@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cli.run import TimedLM
-from cli.trees import MaskTrees
 from families import tiny
 from support.clock import Choice, Clock, Costs, best_tree
 from support.layers import FeatureLM
@@ -89,7 +88,7 @@ TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}), ("surve
          ("survey.medusa", "medusa", {}), ("survey.medusa", "medusa", {"heads": "hydra"}),
          ("survey.dflash", "dflash", {}), ("survey.rest", "rest", {}),
          ("survey.recycling", "recycling", {}), ("survey.sequoia", "sequoia", {}),
-         ("hybrid.hybrid", "hybrid", {}), ("bita", "bita", {"grow": MaskTrees()})]
+         ("hybrid.hybrid", "hybrid", {})]
 
 
 @pytest.mark.parametrize("file, name, options", TREES)
