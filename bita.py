@@ -62,7 +62,6 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 TREES = ("efficient", "full", "chain")
-RANKS = 10  # candidates of a mask whose accuracy is measured, for the command line's tree
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
 
@@ -77,14 +76,8 @@ class Tuning(torch.nn.Module):
     prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. They are
               as attention reads them, and no position is rotated into them
     masks     embeddings of the mask tokens, [M, width]
-    accept    accept[j - 1][r] is how often the guess of rank r of mask j is right on held-out
-              answers. Rank 0 is the likeliest. The list is empty until the tuning is measured
-
-    title, facts, vocab and trainable() are what `save_trained` of support/parts.py asks for.
     """
-    title = "prompt and mask tokens"
-    facts = ("accept",)
-    vocab = None
+    title = "prompt and mask tokens"  # in its file, and in error messages
 
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
@@ -97,10 +90,6 @@ class Tuning(torch.nn.Module):
         size = len(lm.cache.layers), 2, keys.shape[1], P, keys.shape[3]
         self.prompts = torch.nn.Parameter(0.02 * torch.randn(size, generator=rng))
         self.masks = torch.nn.Parameter(0.02 * torch.randn(M, lm.weight.shape[1], generator=rng))
-        self.accept = []
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        return dict(self.named_parameters())
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -317,54 +306,49 @@ def mask_states(model, masks: torch.Tensor, prompts, ids: torch.Tensor,
     positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
     sees_text = text[:, None] <= anchors.repeat_interleave(M, 1)[:, :, None]  # [B, G · M, T]
     sees_prompts = torch.ones(B, G * M, P, dtype=torch.bool)
-    sees_group = torch.block_diag(*[torch.ones(M, M).tril()] * G).bool().expand(B, -1, -1)
-    visible = torch.cat([sees_text, sees_prompts, sees_group], 2)
+    row = torch.arange(G * M)  # row r is of group r // M
+    sees_group = (row // M == row[:, None] // M) & (row <= row[:, None])  # [G · M, G · M]
+    visible = torch.cat([sees_text, sees_prompts, sees_group.expand(B, -1, -1)], 2)
     anywhere = torch.full((B, P), 10 ** 9)  # so no sliding window hides the prompt tokens
     slots = torch.cat([text, anywhere, positions], 1)
     embeds = masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
     return run_rows(model, cache, embeds, visible, positions, slots).unflatten(1, (G, M))
 
 
-def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable,
-             vocab: int) -> torch.Tensor:
+def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable) -> torch.Tensor:
     """Compute Eq. 1, as a mean over the labels so that the loss does not grow with their number.
 
     states  what the LM head reads at masks, [B, G, M, d]
     labels  [B, G, M], -100 where there is none
     score   a function from states to logits, as `score_with` of support/parts.py makes it
-    vocab   the number of logits. There are many, so they are not all computed at once
     """
-    from training.loop import compute_in_parts
-
-    def eq1(states, labels):
-        return F.cross_entropy(score(states), labels, reduction="none")  # - log P(y_i | …)
     labels = labels.to(states.device)
     known = labels >= 0
-    return compute_in_parts(eq1, vocab, states[known], labels[known]).mean()
+    # - log P(y_i | X, y_0 … y_k; prompt and mask tokens) of each label, and their mean.
+    return F.cross_entropy(score(states[known]), labels[known], reduction="none").mean()
 
 
 # ------------------------------------------------------------------------------------ tuning
 @torch.inference_mode()
-def accuracy(model, tuning: Tuning, data: list, anchors: int) -> tuple[float, list[list[float]]]:
+def measure(model, tuning: Tuning, data: list, anchors: int) -> tuple[float, list[float]]:
     """Measure a tuning on pairs of a prompt and its answer.
 
     data     the pairs
     anchors  the most anchors of an answer
-    returns  the loss, and how often each mask's guess of each rank is right, as `Tuning.accept`
+    returns  the loss, and for each mask how often its likeliest guess is right
     """
     from support.parts import score_with
     score, rng = score_with(model), random.Random(0)
-    loss, hits, total = 0.0, 0, 0
+    loss, right, total = 0.0, 0, 0
     for pair in data:
         ids, positions, labels = sample_anchors([pair], len(tuning.masks), anchors, rng)
         logits = score(mask_states(model, tuning.masks, tuning.prompts, ids, positions))
         labels = labels.to(logits.device)
         known = labels >= 0
         loss += F.cross_entropy(logits[known], labels[known], reduction="sum").item()
-        ranked = logits.topk(min(RANKS, logits.shape[-1])).indices  # [1, G, M, RANKS]
-        hits = hits + (ranked == labels[..., None]).sum((0, 1))
+        right = right + (logits.argmax(-1) == labels).sum((0, 1))  # [M]. No guess is -100
         total = total + known.sum((0, 1))
-    return loss / total.sum().item(), (hits / total.clamp(min=1)[:, None]).tolist()
+    return loss / total.sum().item(), (right / total.clamp(min=1)).tolist()
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, P: int = 16,
@@ -377,37 +361,48 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     P:      prompt tokens, 0 or more. With 0 there are only mask tokens
     M:      mask tokens, 1 or more
     max_new_tokens: the most tokens of an answer
-    batch:  answers of a pass. A step of the paper has 128 answers
+    batch:  answers of a pass. A step of the paper has 128 answers. The logits of all masks are in
+            memory at once. If they do not fit, take fewer answers, and --accumulate more passes
     anchors: the most mask groups of an answer, 1 or more
     lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M weights too
     """
-    from training.loop import count_tokens, fit_part, prepare_training, sample_alike
     from support.parts import score_with
+    from training.loop import Training, count_tokens, digest, prepare_training, sample_alike
     tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
-    print(f"{sum(p.numel() for p in tuning.parameters()):,} parameters")
-    score, vocab = score_with(model), len(model.get_output_embeddings().weight)
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
-        ids, positions, labels = sample_anchors(pairs, M, anchors, rng)
-        states = mask_states(model, tuning.masks, tuning.prompts, ids, positions)
-        return sar_loss(states, labels, score, vocab)
+    score = score_with(model)
+    # A stopped run goes on only if all is the same that the tuning depends on.
+    fingerprint = digest(model.state_dict()), batch, anchors, data, held_out
+    adam = torch.optim.AdamW(tuning.parameters(), lr, weight_decay=0.0)
+    training = Training(dict(tuning.named_parameters()), fingerprint, name="tuning", steps=steps,
+                        lr=lr, optimizers=[adam], seed=seed, folder=work, models=(model,))
 
     def evaluate() -> tuple[dict, str]:
-        loss, accept = accuracy(model, tuning, held_out, anchors)
-        right = " ".join(f"{ranks[0]:.3f}" for ranks in accept)
-        return {"accept": accept}, f"held-out loss {loss:.3f}, accuracy by mask {right}"
-    fit_part(tuning, model, (batch, anchors), data, held_out, loss_of, evaluate, name="tuning",
-             steps=steps, lr=lr, seed=seed, work=work)
+        loss, right = measure(model, tuning, held_out, anchors)
+        shares = " ".join(f"{x:.3f}" for x in right)
+        return {"loss": loss}, f"held-out loss {loss:.3f}, likeliest guess right by mask {shares}"
+    for rng in training.updates(evaluate):
+        adam.zero_grad()
+        for _ in range(training.passes):  # one, or more with --accumulate
+            # Section 3.1: questions X, the model's own answers Y, and random k of each answer.
+            pairs = sample_alike(data, batch, rng, count_tokens)
+            ids, positions, labels = sample_anchors(pairs, M, anchors, rng)
+            with training.precision():
+                states = mask_states(model, tuning.masks, tuning.prompts, ids, positions)
+                loss = sar_loss(states, labels, score) / training.passes  # Eq. 1
+            training.check(loss)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(tuning.parameters(), 1.0)
+        adam.step()  # the model is frozen, so only prompt and mask tokens change
     save_tuning(out, tuning, model)
 
 
 def save_tuning(path: Path, tuning: Tuning, model) -> None:
     """Write a tuning to a file, with the model that it is for."""
-    from support.parts import save_trained
-    save_trained(path, tuning, model, P=tuning.prompts.shape[3], M=len(tuning.masks))
+    from support.parts import save_part
+    save_part(path, tuning.title, model, dict(tuning.named_parameters()),
+              P=tuning.prompts.shape[3], M=len(tuning.masks))
 
 
 @functools.lru_cache(maxsize=1)  # each prompt asks for it anew
@@ -416,8 +411,7 @@ def load_tuning(path: str, model) -> Tuning:
 
     path     the safetensors file
     model    the model that it must be for. The file has some of its embeddings
-    returns  the tuning, with its accuracies. InputError if the file is damaged, of another kind, or
-             for another model
+    returns  the tuning. InputError if the file is damaged, of another kind, or for another model
     """
     try:
         with safe_open(path, "pt") as file:
@@ -425,16 +419,16 @@ def load_tuning(path: str, model) -> Tuning:
             tensors = {name: file.get_tensor(name).float() for name in file.keys()}
         if header["kind"] != Tuning.title:
             raise ValueError(f"it is one of {header['kind']}")
+        # The file has these embeddings of its model: every 16th of the first 1,024 tokens, and the
+        # first 64 numbers of each. The cosine of two models that were trained apart is near 0.
         here = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
         some = tensors.pop("model").flatten()
-        # The cosine of two models is near 0 if they were trained apart.
         if F.cosine_similarity(some, (here - here.mean(0)).flatten(), 0) < 0.5:
             raise ValueError("it was made for another model")
         if not all(x.isfinite().all() for x in tensors.values()):
             raise ValueError("it has numbers that are not finite")
         tuning = Tuning(model, header["P"], header["M"])
         tuning.load_state_dict(tensors)
-        tuning.accept = header["accept"]
     except Exception as error:  # readers of files raise all kinds, and so does a wrong header
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"expected a file of {Tuning.title} for this model, got {str(path)!r}: "

@@ -34,7 +34,8 @@ the model says, and repetitive text decodes fast. So measure the quality of the 
 
 Departures (smaller ones are in results/cllm.md):
 - States. Paper: Alg. 2 draws one state of a trajectory, which may be y*. Here: several states of
-  each block, from y(0) on, but never y*. Why: decoding begins with y(0), and the loss of y* is 0.
+  each block, from y(0) on, but never y*, as in the released code. Why: decoding begins with y(0),
+  and the loss of y* is 0.
 - Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means, as in the released code,
   and D counts only from the first wrong token on. Why: answers differ in length.
 - Low rank. Paper: all weights are trained. Here: with `--rank R` only changes of rank R are. Why:
@@ -171,6 +172,14 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
                       seed: int = 0) -> tuple[list[int], list]:
     """Decode an answer, and take the Jacobi trajectories of its blocks from the log.
 
+    A block begins with the last token that is final after the block before. This is that block's
+    own last token, or the token after it. With n = 4 and a prompt of two tokens:
+
+        prompt + answer   0  1  2  3  4  5  6  7  8
+        first block          1  2  3  4                 start 1, the last token of the prompt
+        second block                  4  5  6  7        start 4: the block before ended with final 4
+        third block                               8     start 8: the block before ended with final 5
+
     n, limit, eos   tokens of a block, the most tokens of the answer, and tokens that end it
     seed            the seed of the first guesses
     returns         the answer's tokens, and for each block a pair (start, trajectory): the place
@@ -303,7 +312,7 @@ def losses(model, score: Callable, examples: list[dict], states: list[list],
     returns    the mean of D over all nodes that are compared, or 0 if there are none; and the mean
                cross-entropy of all tokens of the answers
     """
-    from training.loop import compute_in_parts, divergence
+    from training.loop import divergence
     before, tokens, teachers, students = [], [], [], []
     for example, drawn in zip(examples, states):
         prompt, answer = example["prompt"], example["answer"]
@@ -315,28 +324,27 @@ def losses(model, score: Callable, examples: list[dict], states: list[list],
         # The node before a token of the answer predicts it
         before.append(hidden[len(prompt) - 1:len(prompt) + len(answer) - 1])
         tokens += answer
-
-    def compute_ar(x, token):  # Eq. 6
-        return F.cross_entropy(score(x), token, reduction="none")
-
-    def compute_distance(teacher, student):  # Eq. 4, whose stopgrad is `detach`
-        return divergence(kind, score(teacher).detach(), score(student))
-    tokens = torch.tensor(tokens, device=hidden.device)
-    vocab = len(model.get_output_embeddings().weight)  # logits of all nodes may not fit in memory
-    ar = compute_in_parts(compute_ar, vocab, torch.cat(before), tokens)
-    apart = compute_in_parts(compute_distance, vocab, torch.cat(teachers), torch.cat(students))
-    return apart.sum() / max(1, len(apart)), ar.mean()
+    # Eq. 6: - log q(l_i | l_<i, x), for all tokens of all answers
+    labels = torch.tensor(tokens, device=hidden.device)
+    ar = F.cross_entropy(score(torch.cat(before)), labels, reduction="none")
+    # Eq. 4: D( stopgrad q(. | y*_<i, x) || q(. | y_<i, x) ), for all i of all states
+    teacher_logits = score(torch.cat(teachers)).detach()
+    student_logits = score(torch.cat(students))
+    distance = divergence(kind, teacher_logits, student_logits)
+    return distance.sum() / max(1, len(distance)), ar.mean()
 
 
-def read_examples(path: Path, seed: int) -> tuple[int, list[dict], list[dict]]:
+def read_examples(path: Path, seed: int, vocab: int) -> tuple[int, list[dict], list[dict]]:
     """Read what `collect` wrote, and hold out a tenth of the answers, 20 at most.
 
     Answers that repeat themselves or are empty have no blocks, and are left out. So are texts that
     are longer than `--max-length`.
 
     seed      another seed holds out other answers
+    vocab     how many tokens the model knows
     returns   tokens of a block, the examples to train on, and the examples held out
     """
+    from support.engine import require
     from support.settings import SETTINGS
     most = SETTINGS.get().max_length
     try:
@@ -349,6 +357,8 @@ def read_examples(path: Path, seed: int) -> tuple[int, list[dict], list[dict]]:
     if len(examples) < 2:
         raise InputError(f"--data must have trajectories of 2 prompts or more, got {len(examples)} "
                          f"in {str(path)!r}")
+    largest = max(max(x["prompt"] + x["answer"]) for x in examples)
+    require(largest < vocab, "data", f"of tokens below {vocab}", largest)
     print(f"{len(lines)} answers, {len(lines) - len(examples)} repetitive, empty or too long")
     random.Random(seed).shuffle(examples)
     few = max(1, min(20, len(examples) // 10))
@@ -363,7 +373,8 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     data:   file of trajectories, made by `python cllm.py collect`
     out:    model directory to make, in bfloat16
     work:   folder of checkpoints, by default OUT.work
-    batch:  answers of a pass
+    batch:  answers of a pass. The logits of all rows that a loss reads are in memory at once. If
+            they do not fit, take fewer answers, and --accumulate more passes
     states: the most states of each block of an answer, 1 or more
     rank:   train changes of this rank of the layers' matrices, 0 or more. With 0 all weights are
             trained
@@ -374,42 +385,49 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     divergence: D of Eq. 4, one of forward-kl, reverse-kl and jsd
     """
     from support.files import save_model
-    from support.engine import require
-    from training.loop import Training, digest, low_precision, warm_linear
-    from training.low_rank import choose_weights, merge_changes
     from support.parts import score_with
+    from support.engine import require
+    from training.loop import Training, digest, warm_linear
+    from training.low_rank import choose_weights, merge_changes
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
     CachedLM(model)  # refuses layers that read no mask: each state in a pass has its own
-    n, examples, held_out = read_examples(data, seed)
-    rows = len(model.get_input_embeddings().weight)
-    largest = max(max(x["prompt"] + x["answer"]) for x in examples + held_out)
-    require(largest < rows, "data", f"of tokens below {rows}", largest)
+    n, examples, held_out = read_examples(data, seed, len(model.get_input_embeddings().weight))
     eos = eos_ids(model, tokenizer)
     weights = choose_weights(model, rank, seed)
     score = score_with(model.eval())  # dropout is not wanted
-
-    def measure(some: list[dict], rng: random.Random):
-        drawn = [draw_states(example, states, rng) for example in some]
-        return losses(model, score, some, drawn, divergence)
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        consistency, ar = measure(rng.sample(examples, min(batch, len(examples))), rng)
-        return consistency + w * ar  # Eq. 7
+    # A stopped run goes on only if all is the same that the trained weights depend on
+    fingerprint = (digest(model.state_dict()), n, sorted(eos), examples, held_out, batch, states, w,
+                   divergence)
+    adam = torch.optim.AdamW(weights.values(), lr, (0.9, 0.95), weight_decay=0.0, foreach=False)
+    training = Training(weights, fingerprint, name="cllm", steps=steps, lr=lr, rate=warm_linear,
+                        optimizers=[adam], seed=seed, folder=work or Path(f"{out}.work"),
+                        models=(model,))
 
     def evaluate() -> tuple[dict, str]:
-        with torch.inference_mode(), low_precision(model.device, model):
-            consistency, ar = map(float, measure(held_out, random.Random(0)))
+        rng = random.Random(0)
+        drawn = [draw_states(example, states, rng) for example in held_out]
+        with torch.inference_mode(), training.precision():
+            consistency, ar = map(float, losses(model, score, held_out, drawn, divergence))
         lm = CachedLM(model)
         said = [find_trajectories(lm, x["prompt"], n, len(x["answer"]), eos)[0] for x in held_out]
         figures = {"consistency": consistency, "ar": ar, "per_call": sum(map(len, said)) / lm.calls}
         return figures, "held out: " + ", ".join(f"{k} {x:.4g}" for k, x in figures.items())
-    fingerprint = (digest(model.state_dict()), n, sorted(eos), examples, held_out, batch, states, w,
-                   divergence)
-    adam = torch.optim.AdamW(weights.values(), lr, (0.9, 0.95), weight_decay=0.0, foreach=False)
-    Training(weights, fingerprint, name="cllm", steps=steps, lr=lr, rate=warm_linear,
-             optimizers=[adam], seed=seed, folder=work or Path(f"{out}.work"),
-             models=(model,)).train(loss_of, evaluate)
+    # Alg. 2: each turn of this loop is an update
+    for rng in training.updates(evaluate):
+        adam.zero_grad()
+        for _ in range(training.passes):  # one, or more with --accumulate
+            # Alg. 2: sample prompts x, Jacobi trajectories J and full responses l from D
+            some = rng.sample(examples, min(batch, len(examples)))
+            # Alg. 2: sample states y from each J
+            drawn = [draw_states(example, states, rng) for example in some]
+            with training.precision():
+                consistency, ar = losses(model, score, some, drawn, divergence)  # Eqs. 4 and 6
+            loss = (consistency + w * ar) / training.passes  # Eq. 7
+            training.check(loss)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        adam.step()  # Alg. 2: update the parameters
     # Settings of sampling that the model had before can make `save_pretrained` fail
     model.generation_config = GenerationConfig(eos_token_id=sorted(eos) or None)
     save_model(out, merge_changes(model).to(torch.bfloat16), tokenizer)

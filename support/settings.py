@@ -12,9 +12,6 @@ class Settings:
 
     accumulate: passes of a step, which takes the mean of their gradients, 1 or more. Four passes of
                 4 answers need the memory of 4 answers, and learn what a pass of 16 answers learns
-    recompute:  keep only what enters each layer of a model, and compute the layer again for its
-                gradients. This takes a third more time. A part that is no model, such as a head or
-                an exit, has no such layers
     max_length: the most tokens of a prompt and its answer together, 3 or more. A prompt that leaves
                 no room for the longest answer is left out. An answer of --data is cut
 
@@ -32,7 +29,6 @@ class Settings:
     `pairs` are prompts with answers that were made elsewhere, in place of the model's own answers.
     """
     accumulate: int = 1
-    recompute: bool = False
     max_length: int = 2048
     pairs: list[Pair] | None = None
 

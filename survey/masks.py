@@ -289,7 +289,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
             teacher, _ = read_answers(model, pairs)
         student, _ = read_answers(tuned, pairs)
         plain = divergence_in_parts("forward-kl", score, score, V, teacher, student)
-        return plain.mean() + sar_loss(masked, labels, score, V)
+        return plain.mean() + sar_loss(masked, labels, score)
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:

@@ -28,29 +28,19 @@ Departures:
 Left out: a draft for each topic, and keeping what was learnt after the process.
 """
 import copy
-import random
 import sys
 from typing import Iterator
 
-from common import Sampler, context_length, greedy
+from common import InputError, Sampler, context_length, greedy
 from speculative import speculative
 from support.engine import EngineLM, require
 from support.layers import move_counts
 from support.parts import score_with
-from training.loop import Training, divergence_in_parts
+from training.loop import divergence_in_parts, low_precision
 
 import torch
 
 KINDS = ("forward-kl", "reverse-kl", "jsd")
-
-
-def constant(done: int, steps: int) -> float:
-    """Return 1, so that all steps have the same learning rate.
-
-    done    how many steps are made
-    steps   how many there will be
-    """
-    return 1.0
 
 
 class Learner:
@@ -61,8 +51,7 @@ class Learner:
     kind      the divergence that a step reduces: forward-kl, reverse-kl or jsd
     lr        the learning rate
     lm        the copy, with a cache of its own
-    training  makes the steps. Its own loop is not run, because a step is made when enough requests
-              were served. So its `steps` mean nothing here
+    adam      changes the weights of the copy in a step
     kept      [(text, failed)] for each request since the last step. text is all its tokens. failed
               is {place: feature}, for each rejection the place in the text of the last token before
               the rejected guess, and the target's feature there
@@ -75,8 +64,8 @@ class Learner:
         self.score_target = score_with(target.model)
         model = copy.deepcopy(draft.model).float().requires_grad_(True)
         self.score_draft = score_with(model)
-        self.training = Training(dict(model.named_parameters()), (), name="online", steps=1, lr=lr,
-                                 rate=constant, models=(target.model, model))
+        self.lr = lr
+        self.adam = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0, foreach=False)
         self.lm = EngineLM(model, draft.vocab)
         self.kept = []
 
@@ -107,28 +96,39 @@ class Learner:
             yield chunk
 
     def learn(self) -> None:
-        """Make one step on all failures that were kept, and drop them.
-
-        The target's features were kept and not its logits, which are as many as the vocabulary.
-        """
+        """Make one step on all failures that were kept, and drop them."""
         kept = [(text, failed) for text, failed in self.kept if failed]
         self.kept = []
-        device, vocab = self.training.device, slice(self.lm.vocab)
+        if not kept:
+            return
+        self.adam.zero_grad()
+        with low_precision(self.lm.model.device, self.target.model, self.lm.model):
+            loss = self.compute_loss(kept)
+        if not loss.isfinite():
+            raise InputError(f"--lr must be below {self.lr}: the loss is {loss.item()}")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.lm.model.parameters(), 1.0)
+        self.adam.step()
 
-        def loss_of(rng: random.Random) -> torch.Tensor:
-            features = torch.stack([x for _, failed in kept for x in failed.values()])
-            # The draft has to run again, because decoding keeps no gradients.
-            student = []
-            for text, failed in kept:
-                ids = torch.tensor([text[:max(failed) + 1]], device=device)
-                states = self.lm.model.get_decoder()(input_ids=ids, use_cache=False)[0][0]
-                student.append(states[[*failed]])  # rows of failures, in the order of the features
-            V = len(self.lm.model.get_output_embeddings().weight)
-            return divergence_in_parts(
-                self.kind, lambda x: self.score_target(x).to(device)[:, vocab],
-                lambda x: self.score_draft(x)[:, vocab], V, features, torch.cat(student)).mean()
-        if kept:
-            self.training.update(loss_of)
+    def compute_loss(self, kept: list) -> torch.Tensor:
+        """Compute the mean of D over all failures of some requests.
+
+        The target's features were kept and not its logits, which are as many as the vocabulary.
+
+        kept   as `self.kept`, where each request has failures
+        """
+        device, vocab = self.lm.model.device, slice(self.lm.vocab)
+        features = torch.stack([x for _, failed in kept for x in failed.values()])
+        # The draft has to run again, because decoding keeps no gradients.
+        student = []
+        for text, failed in kept:
+            ids = torch.tensor([text[:max(failed) + 1]], device=device)
+            states = self.lm.model.get_decoder()(input_ids=ids, use_cache=False)[0][0]
+            student.append(states[[*failed]])  # rows of failures, in the order of the features
+        V = len(self.lm.model.get_output_embeddings().weight)
+        return divergence_in_parts(
+            self.kind, lambda x: self.score_target(x).to(device)[:, vocab],
+            lambda x: self.score_draft(x)[:, vocab], V, features, torch.cat(student)).mean()
 
 
 def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 6, every: int = 2,

@@ -153,7 +153,8 @@ def test_a_state_leaves_the_answer_at_its_first_wrong_token():
 @pytest.mark.parametrize("name, kind", [("gpt2", "forward-kl"), ("mistral", "reverse-kl")])
 def test_losses_equal_a_plain_computation(name, kind):
     """The plain computation takes a pass for each position of Eqs. 4 and 6. The gradient must be
-    equal too, with a constant teacher. Answers without states have no consistency loss."""
+    equal too, with a constant teacher. Only rows that a loss reads become logits. Answers without
+    states have no consistency loss."""
     model, rng = tiny(name), random.Random(1)
     rows, weight = rows_of(model)[:2], model.get_input_embeddings().weight
     states = [draw_states(row, 2, rng) for row in rows]
@@ -171,7 +172,9 @@ def test_losses_equal_a_plain_computation(name, kind):
                     terms.append(divergence(kind, teacher, logits_after(text[:start] + y[:i])))
         ar += [-logits_after(text[:i]).log_softmax(-1)[text[i]] for i in range(first, len(text))]
     assert len(terms) > 10
-    found = losses(model, score_with(model), rows, states, kind)
+    score, scored = score_with(model), []
+    found = losses(model, lambda x: scored.append(len(x)) or score(x), rows, states, kind)
+    assert scored == [len(ar), len(terms), len(terms)]
     for loss, expected in zip(found, (sum(terms) / len(terms), sum(ar) / len(ar))):
         torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-4)
         both = [torch.autograd.grad(x, weight, retain_graph=True)[0] for x in (loss, expected)]
@@ -197,14 +200,15 @@ def write(path, rows):
 
 
 def test_w_is_the_weight_of_the_ar_loss(tmp_path, monkeypatch):
-    """The loss of the training is Eq. 7."""
-    found = []
-    monkeypatch.setattr(Training, "train", lambda self, loss_of, evaluate: found.append(
-        loss_of(random.Random(0)).item()))
-    monkeypatch.setattr(cllm_file, "losses", lambda *given: (torch.tensor(2.0), torch.tensor(0.5)))
+    """The loss of the training is Eq. 7, of which each of two passes has a half."""
+    found, one = [], torch.ones((), requires_grad=True)
+    monkeypatch.setattr(Training, "updates", lambda self, evaluate: [random.Random(0)])
+    monkeypatch.setattr(Training, "check", lambda self, loss: found.append(loss.item()))
+    monkeypatch.setattr(cllm_file, "losses", lambda *given: (2.0 * one, 0.5 * one))
     data = write(tmp_path / "data", rows_of(tiny("llama")))
-    train(tiny("llama"), WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0)
-    assert found == [2 + 100 * 0.5]
+    with use_settings(Settings(accumulate=2)):
+        train(tiny("llama"), WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0)
+    assert found == [(2 + 100 * 0.5) / 2] * 2 and one.grad == 2 + 100 * 0.5
 
 
 def test_examples_are_split_at_random(tmp_path):
@@ -213,18 +217,17 @@ def test_examples_are_split_at_random(tmp_path):
     rows = [row | {"prompt": [i, 9, 3]} for i in range(50)]
     rows += [row | {"blocks": []}, row | {"prompt": [9] * 60}]
     with use_settings(Settings(max_length=len(row["answer"]) + 3)):
-        (n, examples, held_out), another = (read_examples(write(file, rows), x) for x in (0, 1))
+        (n, examples, held_out), another = (read_examples(write(file, rows), x, 61) for x in (0, 1))
     assert n == 6 and len(held_out) == 5 and another[2] != held_out
     assert sorted(x["prompt"][0] for x in examples + held_out) == [*range(50)]
-    assert len(read_examples(write(file, [row] * 300), 0)[2]) == 20
+    assert len(read_examples(write(file, [row] * 300), 0, 61)[2]) == 20
     with pytest.raises(InputError, match="must have trajectories of 2 prompts or more"):
-        read_examples(write(file, []), 0)
+        read_examples(write(file, []), 0, 61)
     with pytest.raises(InputError, match="--data must be of tokens below 61, got 61"):
-        train(tiny("llama"), WORDLESS, data=write(file, [row, row | {"prompt": [61]}]),
-              out=tmp_path / "out", lr=1e-3)
+        read_examples(write(file, [row, row | {"prompt": [61]}]), 0, 61)
     file.write_text("{}\n")
     with pytest.raises(InputError, match="a file made by `python cllm.py collect`, got "):
-        read_examples(file, 0)
+        read_examples(file, 0, 61)
 
 
 def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):

@@ -15,7 +15,6 @@ from gpu_dry import count
 from helpers import main
 from support.engine import EngineLM
 from survey import sequoia
-from support.settings import Settings, use_settings
 from trainings import PROMPTS, TRAININGS, make_llama, run
 
 
@@ -78,7 +77,7 @@ def test_a_training_runs_on_the_simulated_gpu(line, tmp_path, monkeypatch):
     """It makes a step, and whatever comes before and after it."""
     monkeypatch.setattr(sequoia, "TOKENS", 4)
     changes = {"steps": 1} if line in TRAININGS else {}
-    with FakeCuda() as gpu, use_settings(Settings(recompute=True)):
+    with FakeCuda() as gpu:
         model = make_llama().to("cuda")
         if line == "hybrid.hybrid fit":
             store = run("survey.rest build", tmp_path / "store", model, PROMPTS[:2])

@@ -1,20 +1,15 @@
-"""All trainings share one loop that can be stopped, and most learn from a model's own answers.
-
-A method brings the parameters that it trains, `loss_of(rng)` and `evaluate()`. `Training` does the
-rest. It sets the rate, accumulates and clips gradients, writes checkpoints and keeps the curve.
+"""All trainings share what is around their loops, and most learn from a model's own answers.
 
     prompts ── the model answers ──> answers-<hash>.jsonl ── split ──> data, held-out examples
                                                                          │           │
-              ┌── update: loss_of(rng) x accumulate, clip, step <────────┘           │
-    Training ─┤                                                                      │
-              └── now and then: evaluate() <─────────────────────────────────────────┘
+    for rng in training.updates(evaluate): …                             │           │
+          │    └── a turn is an update: losses of `data`, backward, step <┘          │
+          └─────── between turns, now and then: evaluate() <─────────────────────────┘
                        └──> a point of the curve, and a checkpoint <name>-<hash>.pt
 
-A checkpoint is written only between updates. The hash in its name is of the parameters as they
-begin, the frozen model, the data and all settings. So a run goes on only from a checkpoint of
-exactly the same run.
-
-The `train` function of a method, such as survey/eagle.py, mostly has these steps:
+cllm.py and bita.py have such a loop, which is a part of their papers. All other trainings run the
+loop of `Training.train`, to which a method brings the parameters that it trains, `loss_of(rng)` and
+`evaluate()`. The `train` function of such a method, as in survey/eagle.py, mostly has these steps:
 
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, …)
     def loss_of(rng): …        # sample some of `data` by `rng`, and return their loss
@@ -22,12 +17,15 @@ The `train` function of a method, such as survey/eagle.py, mostly has these step
     fit_part(part, model, form, data, held_out, loss_of, evaluate, name=…, steps=…, lr=…, work=work)
     save_trained(out, part, model, **form)      # a file that `load_trained` of parts.py reads
 
-Four things keep the memory of a training small where the model is large:
+A checkpoint never holds an update that is half made. The hash in its name is of the parameters as
+they begin, the frozen model, the data and all settings. So a run goes on only from a checkpoint of
+exactly the same run.
 
-    Settings          every training can accumulate passes, recompute layers, and limit its texts
-    compute_in_parts  no loss has the logits of all its rows at once
-    recompute_layers  a pass keeps what enters each layer, and nothing of what is inside
-    compute_frozen    what a frozen model computes of all texts is kept only where it is small
+Three things keep the memory of a training small if the model is large:
+
+    Settings          every training can accumulate passes, and limit its texts
+    compute_in_parts  a loss can do without the logits of all its rows at once
+    compute_frozen    what a frozen model computes of all texts is kept only if it is small
 """
 import functools
 import hashlib
@@ -38,16 +36,14 @@ import random
 import re
 import time
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import InputError, context_length, eos_ids, until
 from support.engine import require, tap_layers
@@ -329,8 +325,9 @@ def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torc
     size = max(1, LOGITS // vocab)
     if len(rows[0]) <= size:
         return compute(*rows)
-    parts = zip(*(x.split(size) for x in rows))
-    return torch.cat([compute_again(compute, *part) for part in parts])
+    # Nothing in a loss is random, so no state of a generator has to be brought back.
+    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(compute, *part) for part in zip(*(x.split(size) for x in rows))])
 
 
 def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable, vocab: int,
@@ -347,30 +344,6 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
             p = score_target(x)
         return divergence(kind, p, score_draft(y))
     return compute_in_parts(losses_of, vocab, target_read, read)
-
-
-# compute_again(compute, *given) returns compute(*given), and keeps only what was given. For the
-# gradients it computes the rest once more. Nothing in a layer or a loss is random, so no state of a
-# generator has to be brought back.
-compute_again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-@contextmanager
-def recompute_layers(models: list):
-    """Let passes with gradients keep only what enters each layer, until a `with` ends.
-
-    transformers has this too. But there it takes away a layer's cache, and with it the rows that
-    mask tokens have to see.
-    """
-    layers = [part for part in dict.fromkeys(x for model in models for x in model.modules())
-              if isinstance(part, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.forward = functools.partial(compute_again, layer.forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
 
 
 @torch.no_grad()
@@ -481,7 +454,7 @@ def warm_linear(done: int, steps: int) -> float:
 
 
 class Training:
-    """Train parameters for `steps` updates; a run that was stopped goes on where it was.
+    """Resume, evaluate and save a training, whose loop iterates over `updates`.
 
     parameters   what is trained, tensors by name; a checkpoint keeps them
     fingerprint  everything else that the loss depends on: frozen weights, data, settings
@@ -489,13 +462,17 @@ class Training:
     steps        the number of updates
     lr           the learning rate
     rate         rate(done, steps) is a factor of the learning rate after `done` of `steps` updates
-    max_norm     a longer gradient is scaled down to this length
-    max_value    larger values of the gradient are then cut to this size
+    max_norm     `train` scales a longer gradient down to this length
+    max_value    it then cuts larger values of the gradient to this size
     optimizers   what updates the parameters, all with the same rate. None: AdamW without weight
                  decay
     seed         another seed samples other data
     folder       the folder of checkpoints; None keeps none
-    models       the models that losses run, whose layers `Settings.recompute` is for
+    models       the models that losses run
+
+    passes       how many passes an update has, which is --accumulate
+    done         the number of updates that are made
+    curve        for a number of updates, the figures after them
     """
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], fingerprint: tuple, *, name: str,
@@ -507,7 +484,7 @@ class Training:
         self.steps = steps
         self.lr = lr
         self.rate = rate
-        self.settings = SETTINGS.get()
+        self.passes = SETTINGS.get().accumulate
         self.models = models
         self.max_norm = max_norm
         self.max_value = max_value
@@ -517,11 +494,14 @@ class Training:
         self.seed = seed
         self.steps_between_reports = max(1, steps // 10)
         self.device = next(iter(parameters.values())).device
-        self.done = 0  # the number of updates that are made
-        self.curve = {}  # for a number of updates, the figures after them
+        self.done = 0
+        self.curve = {}
+        self.loss = 0.0  # of the passes of an update so far
         self.inside_update = False
-        settings = (fingerprint, name, steps, lr, rate.__name__, self.settings.accumulate, max_norm,
-                    max_value, seed, [type(x).__name__ for x in self.optimizers])
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(self.note_step)
+        settings = (fingerprint, name, steps, lr, rate.__name__, self.passes, max_norm, max_value,
+                    seed, [type(x).__name__ for x in self.optimizers])
         self.file = None
         if folder is not None:
             self.file = folder / f"{name}-{digest(parameters, settings)}.pt"
@@ -544,7 +524,7 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint, unless an update is half made; at any time the file is whole.
 
-        raises  InputError where the folder does not take it, as on a disk that is full
+        raises  InputError if the folder does not take it, as on a disk that is full
         """
         if self.file is None or self.inside_update:
             return
@@ -554,35 +534,43 @@ class Training:
             write_whole(self.file, lambda fresh: torch.save(state, fresh), None)
         self.saved_at = time.monotonic()
 
-    def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
-        """Make all updates that are left. Ctrl-C ends them and leaves a checkpoint, too.
+    def updates(self, evaluate: Callable) -> Iterator[random.Random]:
+        """Yield a random generator for each update that is left, which the loop over this makes.
 
-        So do the other signals that `run_script` of cli/main.py takes for Ctrl-C.
+        A turn of the loop is an update. Before it the optimizers get their learning rate. After it
+        the update is counted, and from time to time there are an evaluation and a checkpoint.
 
-        loss_of   a function of a random generator that gives a loss, in `low_precision`;
-                  whatever is random in it comes from the generator
-        evaluate  a function that gives figures of held-out data, and a line to print
-        returns   the curve, {step: figures} of about ten steps, the last one among them
+        Ctrl-C may come at any line of the loop, and leaves a checkpoint too. An error that ends the
+        loop makes Python close this generator, and so its `finally` runs at once. The same holds
+        for the other signals that `run_script` of cli/main.py takes for Ctrl-C.
+
+        evaluate  a function that gives figures of held-out data, and a line to print. The figures
+                  of about ten steps, the last one among them, make up the curve
         """
+        self.print_size()
+        with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
+            try:
+                self.evaluate_when_due(evaluate)
+                while self.done < self.steps:
+                    yield self.begin_update()
+                    self.done += 1
+                    self.inside_update = False
+                    bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
+                    bar.update()
+                    if time.monotonic() - self.saved_at > PAUSE:
+                        self.save()
+                    self.evaluate_when_due(evaluate)
+            finally:
+                self.save()
+
+    def print_size(self) -> None:
+        """Print how many numbers are trained, and how much memory they take."""
         numbers = sum(p.numel() for p in self.parameters.values())
         # A number that is trained has a gradient and the two moments of AdamW beside it, all as
         # large as the number itself. Activations come on top, and grow with the tokens of a pass.
         size = sum(4 * p.nbytes for p in self.parameters.values()) / 1e9
         print(f"{self.name}: {self.steps:,} steps, {numbers:,} trained numbers, {size:.3g} GB with "
               "gradients and moments", flush=True)
-        with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
-            try:
-                self.evaluate_when_due(evaluate)
-                while self.done < self.steps:
-                    loss = self.update(loss_of)
-                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                    bar.update()
-                    if time.monotonic() - self.saved_at > PAUSE:
-                        self.save()
-                    self.evaluate_when_due(evaluate)
-                return self.curve
-            finally:
-                self.save()
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
         """Add a point to the curve at the steps of a report, and after the last step."""
@@ -593,34 +581,57 @@ class Training:
             tqdm.write(f"step {self.done}: {line}")
             self.save()
 
-    def update(self, loss_of: Callable) -> float:
-        """Make one update; return the loss before it."""
-        # Each update has a generator of its own. Otherwise a run that goes on from a checkpoint
-        # would sample other data than one that was never stopped.
-        rng = random.Random(f"{self.name} {self.seed} {self.done}")
-        total = 0.0
+    def begin_update(self) -> random.Random:
+        """Set the learning rate of an update, and return its generator of random numbers."""
+        self.loss = 0.0
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * self.rate(self.done, self.steps)
-        recomputed = self.models if self.settings.recompute else ()
-        for _ in range(self.settings.accumulate):
-            with low_precision(self.device, *self.models), recompute_layers(recomputed):
-                loss = loss_of(rng) / self.settings.accumulate
-            if not loss.isfinite():
-                raise InputError(f"--lr must be below {self.lr}: the loss is {loss}")
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
-        torch.nn.utils.clip_grad_value_(self.parameters.values(), self.max_value)
-        # Ctrl-C may come at any line. A checkpoint of the lines below would hold an update that is
-        # half made, or one that is made and not counted.
+        # Each update has a generator of its own. Otherwise a run that goes on from a checkpoint
+        # would sample other data than one that was never stopped.
+        return random.Random(f"{self.name} {self.seed} {self.done}")
+
+    def note_step(self, *_) -> None:
+        """Note that an update has begun to change weights. Each optimizer calls this before a step.
+
+        A checkpoint that is written before the update is counted would hold an update that is half
+        made, or one that is made and not counted.
+        """
         self.inside_update = True
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.done += 1
-        self.inside_update = False
-        return total
+
+    def precision(self) -> torch.autocast:
+        """Return `low_precision` of the models, for a `with` in which the losses are computed."""
+        return low_precision(self.device, *self.models)
+
+    def check(self, loss: torch.Tensor) -> None:
+        """Refuse the loss of a pass if it is not finite, and let the bar show it.
+
+        loss   the loss, divided by the number of passes. The bar shows the sum of the passes
+        """
+        if not loss.isfinite():
+            raise InputError(f"--lr must be below {self.lr}: the loss is {loss.item()}")
+        self.loss += loss.item()
+
+    def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
+        """Make all updates that are left, and return the curve, {step: figures}.
+
+        loss_of   a function of a random generator that gives a loss, in `low_precision`;
+                  whatever is random in it comes from the generator
+        evaluate  as for `updates`
+        """
+        for rng in self.updates(evaluate):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            for _ in range(self.passes):
+                with self.precision():
+                    loss = loss_of(rng) / self.passes
+                self.check(loss)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
+            torch.nn.utils.clip_grad_value_(self.parameters.values(), self.max_value)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return self.curve
 
 
 def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
