@@ -439,4 +439,4 @@ if __name__ == "__main__":
     except ModuleNotFoundError:
         from common import main  # a file that was copied with common.py alone has a small one
     sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
-                  folders=[train], kept={collect: '{"model": "'}, ranges={"n": (4, 8, 16, 32, 64)}))
+                  kept={collect: '{"model": "'}, ranges={"n": (4, 8, 16, 32, 64)}))

@@ -13,7 +13,7 @@ from inspect import signature
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Container
+from typing import Callable
 from unittest.mock import patch
 
 from transformers.utils import chat_template_utils
@@ -175,11 +175,10 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform_command(command, argv: list[str], folder: bool, kept: str) -> int | None:
+def perform_command(command, argv: list[str], kept: str) -> int | None:
     """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
 
     argv     the command line after the command's name
-    folder   whether its --out is a folder, and not a file
     kept     how the file begins that it goes on with after a stop, as `check_result` takes it
     returns  the exit status, or nothing if all went well
     """
@@ -187,7 +186,7 @@ def perform_command(command, argv: list[str], folder: bool, kept: str) -> int | 
     options = select_options(args, command, ranges=read_ranges(Settings))
     settings = select_options(args, Settings)
     if "out" in options:
-        check_result("out", options["out"], kept, folder)
+        check_result("out", options["out"], kept)
         require(options.get("work") != options["out"], "work", "another place than --out",
                 repr(str(options["out"])))
     model, tokenizer = cli.main.load_model(args.target, args)
@@ -198,12 +197,11 @@ def perform_command(command, argv: list[str], folder: bool, kept: str) -> int | 
 
 
 def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None, *,
-         commands: tuple = (), folders: Container = (), kept: dict = {}, **extras) -> int:
+         commands: tuple = (), kept: dict = {}, **extras) -> int:
     """Be the command line of a method file that has commands.
 
     methods, report, argv   as for `main` of cli/main.py
     commands                the functions that `python FILE.py NAME …` calls
-    folders                 those whose --out is a folder, and not a file
     kept                    for a command that goes on with its --out after a stop, a pattern of how
                             this file begins
     extras                  fields of Extras
@@ -212,6 +210,6 @@ def main(methods: list, report: Callable = count_guesses, argv: list[str] | None
     argv = sys.argv[1:] if argv is None else argv
     for command in commands:
         if argv[:1] == [command.__name__]:
-            return cli.main.run_script(lambda: perform_command(
-                command, argv[1:], command in folders, kept.get(command, "")))
+            return cli.main.run_script(
+                lambda: perform_command(command, argv[1:], kept.get(command, "")))
     return cli.main.main(methods, report, argv, commands=commands, **extras)

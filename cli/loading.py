@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from common import InputError
 from support.engine import load
-from support.files import check_file, explain_errors, read_json, shorten
+from support.files import check_file, explain_errors, shorten
 
 # --------------------------------------------------------------------------------- the files
 
@@ -39,29 +39,20 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
 
 
 def find_fault(folder: Path, said: str) -> str:
-    """Say what is wrong with a model's directory; an empty text where no file shows it.
+    """Say what is wrong with a model's directory, if transformers does not say it itself.
 
     folder   the directory
     said     what transformers said about it
+    returns  an empty text if its own words are enough
     """
     if "trust_remote_code" in said:
         return "it brings code of its own, which is never run here"
-    if folder.is_dir() and not (folder / "config.json").exists():
-        config = next(folder.rglob("config.json"), None)
-        return f"it has no config.json{f', but {str(config.parent)!r} has' if config else ''}"
-    tensors, texts = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.json"))
-    for file in [*tensors, *sorted(folder.glob("*.bin")), *texts]:
+    for file in sorted(folder.glob("*.safetensors")):
         try:
             check_file(file)
-            if file in tensors:
-                safe_open(file, "pt")  # it reads where each tensor lies
-            facts = read_json(file) if file in texts else {}
+            safe_open(file, "pt")  # it reads where each tensor lies
         except (SafetensorError, OSError, ValueError) as error:
             return f"{file.name} is cut off or damaged: {shorten(error)}"
-        if file.name == "config.json" and {"quantization", "quantization_config"} & {*facts}:
-            return "its weights are quantised; take the model that it was made from"
-    if "backend tokenizer" in said and not (folder / "tokenizer.json").exists():
-        return "it has no tokenizer.json"
     return ""
 
 

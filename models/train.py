@@ -30,6 +30,7 @@ import argparse
 import itertools
 import json
 import random
+import shutil
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -346,7 +347,7 @@ def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
         if begins is None:
             out = out.with_name(f"{out.name}.part")
         if found:
-            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found), begins)
+            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found))
 
 
 def write_prompts(model, tokenizer, begun: list[list[int]], limit: int,
@@ -465,7 +466,8 @@ def make_target(tokenizer, args: argparse.Namespace, name: str = "target") -> No
     for phase, mix, lr in (name, MIX, 1.5e-3), (f"{name}-later", LATER, 5e-4):
         train_on_tasks(phase, target, tokenizer, mix, 3072, lr=lr, tokens=TOKENS[phase],
                        work=args.work)
-    save_model(HERE / name, target.to(torch.bfloat16), tokenizer, begins=None)
+    shutil.rmtree(HERE / name, ignore_errors=True)  # the older model
+    save_model(HERE / name, target.to(torch.bfloat16), tokenizer)
 
 
 def make_draft(tokenizer, args: argparse.Namespace) -> None:
@@ -476,7 +478,8 @@ def make_draft(tokenizer, args: argparse.Namespace) -> None:
                    work=args.work)
     distil_on_tasks("distilled", target, draft, tokenizer, tokens=TOKENS["distilled"],
                     work=args.work)
-    save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer, begins=None)
+    shutil.rmtree(HERE / "draft", ignore_errors=True)
+    save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer)
 
 
 def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
@@ -511,5 +514,5 @@ def make_embedded() -> None:
 
 if __name__ == "__main__":
     if {"prompts", "distil"} & {*sys.argv[1:2]}:
-        sys.exit(main([], commands=[prompts, distil], folders=[distil]))
+        sys.exit(main([], commands=[prompts, distil]))
     sys.exit(run_script(make_embedded))

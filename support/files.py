@@ -16,110 +16,62 @@ import os
 import re
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Callable
 
 from common import InputError
 
-FIGURES = r'<!doctype html>|<svg |{\n "'  # how pages, pictures and figures begin
+PAGE = r'<!doctype html>|<svg |{\n "'  # how pages, pictures and figures begin
 
 
-# ------------------------------------------------------------------------ before any work
+# ----------------------------------------------------------------------------- the writing
 
-def check_result(option: str, path: Path, begins: str = FIGURES, folder: bool = False) -> None:
-    """Raise an error for a wrong place of a result, before any work is done.
+def check_result(option: str, path: Path, begins: str = PAGE) -> None:
+    """Raise an InputError for a wrong place of a result, before any work is done.
 
     A result never takes the place of something else. A training may have taken days, and its file
     is quickly lost by an option that is taken from an older command line.
 
     option   the option that gave the place, as its keyword argument is written
-    path     the place
+    path     the place of a file or a folder
     begins   a pattern of how a file begins that may be there already, because it is made again in
              seconds or because a stopped run goes on with it. Empty: there is no such file
-    folder   whether the result is a folder, and not a file
-    raises   InputError if something else is there, and if nothing can be written there
     """
-    with explain_errors(f"a new {'folder' if folder else 'file'} for --{option}", path):
-        if path.exists() and not is_replaceable(path, begins, folder):
-            raise ValueError("it is there already")
-        above = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
+    above = next(x for x in Path(os.path.realpath(path)).parents if x.exists())
+    with explain_errors(f"a new place for --{option}", path):
         if not (above.is_dir() and os.access(above, os.W_OK)):
             raise ValueError(f"nothing can be written into {str(above)!r}")
+        if path.exists():
+            with open(path, "r+", encoding="latin-1") as file:  # an error if it cannot be written
+                if begins == "" or not re.match(begins, file.read(1 << 20)):
+                    raise ValueError("it is there already")
 
 
-def is_replaceable(path: Path, begins: str, folder: bool) -> bool:
-    """Tell whether nothing is lost if a result takes the place of what is there.
-
-    The arguments are those of `check_result`.
-    """
-    if folder:
-        return path.is_dir() and not any(path.iterdir())
-    if not path.is_file():
-        return False
-    with open(path, "r+", encoding="latin-1") as file:  # an error if it cannot be written
-        start = file.read(1 << 20)
-    return not start or (begins != "" and re.match(begins, start) is not None)
-
-
-# ----------------------------------------------------------------------------- the writing
-
-def claim(place: Path, begins: str | None, folder: bool) -> bool:
-    """Take a name for a result, and tell whether nothing is lost if the result is moved there.
-
-    Of two programs that end at once only one can make the name.
-
-    place   the name
-    begins  as for `write_whole`
-    folder  whether the result is a folder
-    """
-    try:
-        place.mkdir() if folder else place.touch(exist_ok=False)
-    except FileExistsError:
-        return begins is None or (os.access(place, os.W_OK)
-                                  and is_replaceable(place, begins, folder))
-    return True
-
-
-def write_whole(path: Path, write: Callable[[Path], object], begins: str | None = "") -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file or a folder beside its place, and move it there once it is whole.
 
     A writer that fails or is interrupted, as by a full disk, leaves what was there before.
 
     path    the file or folder to make. The folders above it are made
     write   a function that makes the file or the folder at the path that it is given
-    begins  a pattern of how a file begins that may be replaced, as for `check_result`. None:
-            whatever is there is replaced
-    raises  InputError if something else is there, which may have appeared since the place was
-            checked. The result then gets a name beside it: PATH.1, or the next number that is free
     """
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
-        fresh = Path(folder) / path.name
-        write(fresh)
-        place, number = path, 0
-        while not claim(place, begins, fresh.is_dir()):
-            number += 1
-            place = path.with_name(f"{path.name}.{number}")
-        if place.is_dir():  # the older folder goes with the temporary one
-            os.replace(place, Path(folder) / f"{path.name}.old")
-        os.replace(fresh, place)
-    if place != path:
-        raise InputError(f"expected nothing at {str(path)!r}, got something that has appeared "
-                         f"there meanwhile; the result is {str(place)!r}")
+    fresh = path.with_name(f".new-{path.name}")
+    write(fresh)
+    os.replace(fresh, path)
 
 
-def write_text(path: Path, text: str, begins: str | None = FIGURES) -> None:
-    """Write a text as UTF-8, as `write_whole` does. Pages, pictures and figures are replaced."""
-    write_whole(path, lambda fresh: fresh.write_text(text, encoding="utf-8"), begins)
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8, as `write_whole` does."""
+    write_whole(path, lambda fresh: fresh.write_text(text, encoding="utf-8"))
 
 
-def save_model(folder: Path, model, tokenizer, begins: str | None = "") -> None:
+def save_model(folder: Path, model, tokenizer) -> None:
     """Write a model with its tokenizer as a folder, as `write_whole` does."""
     def write(fresh: Path) -> None:
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-    write_whole(folder, write, begins)
+    write_whole(folder, write)
 
 
 # ---------------------------------------------------------------- why a file cannot be read

@@ -212,7 +212,7 @@ def save_facts(path: Path, models: dict, **facts) -> None:
         # Four significant digits are enough to tell models apart. A fixed number of decimals would
         # round small embeddings to 0.
         fingerprints[name] = [[float(f"{x:.4g}") for x in row] for row in rows]
-    write_text(path, json.dumps(fingerprints | facts) + "\n", begins="")
+    write_text(path, json.dumps(fingerprints | facts) + "\n")
 
 
 def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):

@@ -340,4 +340,4 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
     sys.exit(main([layerskip], commands=[tune, export],
-                  folders=[export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))
+                  ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))

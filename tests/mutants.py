@@ -307,7 +307,7 @@ MUTANTS = {
         ("register_step_pre_hook", "register_step_post_hook", "half of a step is kept"),
         ("if not loss.isfinite():", "if loss.isinf():", "a loss of nan goes on")],
     "support/files.py": [
-        ("return not start or", "return True or", "a file of the user is lost"),
+        ('if begins == "" or not', "if False and not", "a file of the user is lost"),
         ("        write(fresh)\n", "        write(path)\n", "half a file takes the place")],
     "models/train.py": [
         ("vocab, target_read,\n                                   read).mean()",

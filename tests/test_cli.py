@@ -30,7 +30,7 @@ from common import CachedLM, InputError, autoregressive, greedy
 from helpers import ROOT, forget_project, fork, loaded, main, note_calls, script, tokens_of
 from speculative import speculative
 from support.engine import EngineLM
-from support.files import FIGURES, check_result
+from support.files import PAGE, check_result
 from support.layers import move_counts
 from test_structure import FILES, functions_of
 from training import loop as training
@@ -442,20 +442,19 @@ def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
 
 
 def test_nothing_that_is_there_is_replaced(tmp_path, ask):
-    """A result replaces neither a folder nor a file, even one of the same command. Three kinds of
-    file are taken all the same: an empty one, a page that is made again, and a file with which a
-    stopped run goes on."""
+    """A result replaces neither a folder nor a file, even one of the same command. Two kinds of
+    file are taken all the same: a page that is made again, and a file with which a stopped run goes
+    on."""
     folder, file = tmp_path / "model", tmp_path / "file"
     argv = ["export", "--tuning", f"{ROOT}/models/layerskip.safetensors", "--device", "cpu",
             "--out", str(folder)]
-    folder.mkdir()
     assert ask(*argv, file="survey.layerskip")[0] == 0
-    assert "there already" in refusal(ask(*argv, file="survey.layerskip"))
+    assert "new place" in refusal(ask(*argv, file="survey.layerskip"))
     page, lines = "<!doctype html> …", '{"prompt": [3], "answer": [5], "drafted": 2}\n'
-    for text, kinds in ("", 3), ("a", 0), (page, 1), (lines, 1), ('{"prompt": "a"}\n', 0):
+    for text, kinds in ("", 0), ("a", 0), (page, 1), (lines, 1), ('{"prompt": "a"}\n', 0):
         file.write_text(text)
         taken = 0
-        for begins in "", FIGURES, r'\{"prompt": \[':
+        for begins in "", PAGE, r'\{"prompt": \[':
             with contextlib.suppress(InputError):
                 check_result("out", file, begins)
                 taken += 1

@@ -531,7 +531,7 @@ class Training:
         state = {"parameters": self.parameters, "done": self.done, "curve": self.curve,
                  "optimizers": [x.state_dict() for x in self.optimizers]}
         with explain_errors("a folder that takes a checkpoint", self.file.parent):
-            write_whole(self.file, lambda fresh: torch.save(state, fresh), None)
+            write_whole(self.file, lambda fresh: torch.save(state, fresh))
         self.saved_at = time.monotonic()
 
     def updates(self, evaluate: Callable) -> Iterator[random.Random]:
