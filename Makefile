@@ -32,7 +32,7 @@ mutants: .venv/ready
 	$(RUN) tests/mutants.py $(ONLY)
 
 bench: .venv/ready
-	$(RUN) results/bench.py --first 3
+	$(RUN) results/bench.py
 
 # With the Python that has torch for the GPU already: no .venv is made. The tests that enumerate all
 # samples are left out, since they make very many calls.
