@@ -5,8 +5,7 @@
 #   make bench      measure every method on this machine, beside transformers' generate
 #   make mutants    check that the tests notice mistakes in the code
 #   make picture    draw README's picture of a run on this machine
-#   make gpu        measure on a GPU: is it exact there, and how fast (it takes six minutes)
-#   make gpu-dry    count launches, waits and copies of each method on a simulated GPU (minutes)
+#   make gpu        test and measure on a GPU: is it exact there, and how fast
 #   make models     train the embedded models anew (two hours). The commands that train the parts of
 #                   single methods are in models/README.md
 #   make clean      remove .venv and all that trainings have kept
@@ -16,7 +15,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 
-.PHONY: demo test mutants bench gpu gpu-dry models picture clean
+.PHONY: demo test mutants bench gpu models picture clean
 
 demo: .venv/ready
 	$(RUN) speculative.py --show --compare
@@ -33,14 +32,15 @@ mutants: .venv/ready
 	$(RUN) tests/mutants.py $(ONLY)
 
 bench: .venv/ready
-	$(RUN) results/bench.py --first 3
+	$(RUN) results/bench.py
 
-# With the Python that has torch for the GPU already: no .venv is made. It writes results/gpu.json.
+# With the Python that has torch for the GPU already: no .venv is made. The tests that enumerate all
+# samples are left out, since they make very many calls.
 gpu:
-	$(PYTHON) results/gpu.py
-
-gpu-dry: .venv/ready
-	$(RUN) results/gpu_dry.py
+	$(PYTHON) -m pytest -q --device cuda tests/test_lossless.py -k "not law"
+	$(PYTHON) -m pytest -q -m cuda tests/test_graphs.py
+	$(PYTHON) results/bench.py --device cuda --graphs --dtype float32 -n 1 --rounds 2
+	$(PYTHON) results/bench.py --device cuda --graphs --dtype bfloat16 -n 1 --rounds 2
 
 models: .venv/ready
 	$(RUN) models/train.py

@@ -7,12 +7,11 @@ The figures are printed as Markdown tables. Each round gives every prompt to eve
 method after another, so that a noisy machine slows all methods alike. A ratio is taken within a
 round, and the median over the rounds is shown. Prompts whose AR output loops are left out and
 counted, since a model in a loop accepts every guess. All rows warm up with a few prompts. So a
-method that learns from its calls has learned already, and graphs are captured. `--first 3` adds
-what the first prompt of a new process takes, as in `python FILE.py --prompt`.
+method that learns from its calls has learned already, and graphs are captured.
 
 A row is a command line without `python`: a method and its options. ALL has every method at its
-defaults, tables.py has the rows of single pages, and --row adds one. A new method file is found by
-itself, and needs a row in ALL. A new kind of figure is a cell in `make_line`.
+defaults, and --row adds one. A new method file is found by itself, and needs a row in ALL. A new
+kind of figure is a cell in `make_line`.
 
 FILE holds a prompt a line. A line may also be JSON. Its prompt is its "prompt", or else its
 "question", or else the first of its "turns". It may have a "category", which gets a column.
@@ -25,7 +24,6 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from typing import Callable, NamedTuple
@@ -48,11 +46,9 @@ from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, context_length, eos_ids  # noqa: E402
 from models import tasks  # noqa: E402
 from ouroboros import PhrasePool  # noqa: E402
-from results.tables import TABLES  # noqa: E402
 from hybrid.hybrid import GUESSES  # noqa: E402
 from support.engine import EngineLM, check, depth_of, vocab_size  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
-from support.files import check_result  # noqa: E402
 from support.packed import pack  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 
@@ -152,19 +148,6 @@ def by_category(path: str) -> dict[str, list[str]]:
     for row in read_rows(path):
         groups[str(row.get("category", "prompts"))].append(row["prompt"])
     return groups
-
-
-def measure_first(args: argparse.Namespace, line: str, prompt: list[int]) -> float:
-    """Say how many times as fast as AR a row is on the first prompt of this process.
-
-    args     the command line
-    line     the row
-    prompt   token ids
-    returns  the ratio of tokens a second. All that a user waits for counts, except the loading
-    """
-    bench = Bench(args)
-    ours, ar = (bench.row(name)(prompt) for name in (line, AR))
-    return ours.tokens / ours.total * ar.total / ar.tokens
 
 
 def keep_fitting(names, act: Callable) -> dict:
@@ -432,11 +415,10 @@ def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
 
 def choose_lines(args: argparse.Namespace) -> list[str]:
     """List the rows that the command line asks for; the first one is AR."""
-    lines = [*ALL] if not (args.only or args.row or args.table) else ALL[:1]
+    lines = [*ALL] if not (args.only or args.row) else ALL[:1]
     starts = tuple(set(args.only) - {*ALL})  # a whole name means itself only
     lines += [line for line in ALL if line in args.only or line.startswith(starts)]
-    lines += args.row + (TABLES[args.table] if args.table else [])
-    return [*dict.fromkeys(lines)]
+    return [*dict.fromkeys(lines + args.row)]
 
 
 def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
@@ -466,25 +448,12 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     return cells
 
 
-def ask_processes(bench: Bench, line: str) -> str:
-    """Return the median and the range of `measure_first` over new processes, a prompt for each."""
-    first, found = bench.args.first, []
-    for _, prompt in bench.pairs[::max(1, len(bench.pairs) // first)][:first]:
-        with get_context("spawn").Pool(1) as process:
-            found.append(process.apply(measure_first, (bench.args, line, prompt)))
-    return f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-
-
 def print_tables(bench: Bench) -> None:
     """Measure the rows that are asked for beside transformers' own, and print two tables."""
     runs = keep_fitting(choose_lines(bench.args), bench.row)
-    peers = {} if bench.args.table else build_peers(bench)
+    peers = build_peers(bench)
     results = bench.measure(runs | dict(peers.values()))
     lines = [make_line(bench, results, method) for method in results.counts]
-    if bench.args.first:
-        for cells in tqdm(lines, desc="first prompts", leave=False):
-            known = cells["method"] in runs
-            cells["x AR, first prompt"] = ask_processes(bench, cells["method"]) if known else ""
     print(table([[*lines[0]], *([*line.values()] for line in lines)]))
     rows = [["ratio of tokens/s", "all", *bench.categories]]
     for ours, (theirs, _) in peers.items():
@@ -497,7 +466,7 @@ def print_tables(bench: Bench) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """Make a parser with the options that all tables take."""
+    """Make a parser with the options that the bench and README's picture have in common."""
     parser = Parser(description=description.partition("\n")[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, models = parser.add_argument, ROOT / "models"
@@ -508,8 +477,6 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="put prompts into the model's chat template")
     add("-n", type=int, default=10, help="prompts of each task or category")
     add("--rounds", type=int, default=5)
-    add("--first", type=int, default=0,
-        help="new processes a row, each of which decodes one prompt, as a user's command does")
     add("--nodes", type=int, default=0,
         help="of all trees whose rows do not say it; 0: the methods' own defaults")
     add("--max-new-tokens", type=int, default=200)
@@ -523,29 +490,19 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def open_bench(parser: argparse.ArgumentParser) -> Bench:
-    """Load what the command line asks for, and print the command and the machine."""
-    args = parser.parse_args()
-    for option in "out", "picture":  # a script has some of them
-        if path := getattr(args, option, None):
-            check_result(option, Path(path))
-    bench = Bench(args)
-    bench.drop_loops()
-    print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
-          f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
-          f"threads, torch {torch.__version__}; medians of {args.rounds} rounds over "
-          f"{len(bench.pairs)} prompts ({bench.dropped} left out for loops)\n")
-    return bench
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
                         help="AR and the rows named so, or whose names begin so")
     parser.add_argument("--row", action="append", default=[],
                         help='another row, such as "medusa --nodes 16", repeatable')
-    parser.add_argument("--table", choices=TABLES, help="the rows of one page")
-    print_tables(open_bench(parser))
+    bench = Bench(parser.parse_args())
+    bench.drop_loops()
+    print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
+          f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "
+          f"threads, torch {torch.__version__}; medians of {bench.args.rounds} rounds over "
+          f"{len(bench.pairs)} prompts ({bench.dropped} left out for loops)\n")
+    print_tables(bench)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from bench import AR, ROOT, Bench, parser_of, run_script  # it sets the path for
 from cli.text import split_text
 from cli.trace import Trace
 from support.files import write_text
-from who_picture import write_svg
 
 SLOWER = 30
 STYLE = """
@@ -32,6 +31,13 @@ text { fill: #59636e; white-space: pre; }
 }
 @media (prefers-reduced-motion: reduce) { * { animation: none !important; } }
 """
+
+
+def write_svg(width: int, height: int, title: str, parts: list[str]) -> str:
+    """Write a picture as SVG: its size, what a screen reader says of it, and its parts."""
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img">\n<title>{title}</title>\n'
+            f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n")
 
 
 def list_calls(run: dict) -> list[dict]:
@@ -90,7 +96,7 @@ def draw_picture(runs: list[dict], tokenizer, width: int = 860) -> str:
                  "</tspan>, <tspan class='own'>the target's own choice</tspan>; bars: calls of "
                  "target and draft, in real proportion</text>")
     title = f"{runs[0]['method']} beside token by token: {ends[1] / ends[0]:.1f} times as fast"
-    return write_svg(width, height, title, STYLE, parts)
+    return write_svg(width, height, title, parts)
 
 
 def record(bench: Bench, line: str, prompt: list[int]) -> dict:

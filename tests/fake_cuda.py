@@ -19,13 +19,13 @@ The driver is never asked, since it may be missing, or be that of a real GPU. In
 takes the ways of its build for CUDA. A function of the driver raises an error, except for the few
 that are simulated.
 
-These are counted:
+These are counted, so that a test sees whether the GPU was used:
 
-    launches     kernels, one for each operation that is no view; a few operations need several
-    waits        how often Python waited for numbers: item, tolist, bool, nonzero, a mask as index
-    copies       how often numbers were copied to the GPU, from a list or from the CPU
-    syncs        calls of torch.cuda.synchronize
-    replays      replays of captured graphs, of which each is one launch
+    launches     operations on the GPU that are no views, and replays
+    replays      replays of captured graphs
+
+While a graph is captured, Python must not wait for numbers, as item, tolist, nonzero and a mask as
+index do, and nothing may be copied between the CPU and the GPU.
 
 Left out:
     several GPUs, streams, memory, speed
@@ -46,10 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # kernels that call other operations
 FROM_LISTS = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
-# Operations without a kernel, by their names in ATen
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh",
-        "_unsafe_view", "_reshape_alias", "set_", "detach_", "_local_scalar_dense"}
-# Operations whose result, or its size, Python has to know before it goes on
+# Operations whose result, or its size, Python has to know before it goes on: their names in ATen
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "bincount",
            "unique_dim", "unique_consecutive", "repeat_interleave", "is_nonzero"}
 DRIVER = "_cuda_", "_accelerator_"  # how the names of the driver's functions begin
@@ -114,7 +111,7 @@ class FakeGenerator(torch.Generator):
 class FakeCuda:
     """Take the place of a GPU as long as its `with` lasts.
 
-    counts   launches, waits, copies and syncs so far
+    counts   launches and replays so far
     inside   whether the function that Python called last makes tensors of the GPU. None: there is
              no such function
     quiet    whether operations are this file's own, which are neither checked nor counted
@@ -131,13 +128,13 @@ class FakeCuda:
         asked |= dict(_accelerator_getAccelerator=lambda: torch.device("cuda"),
                       _accelerator_getDeviceIndex=lambda: 0,
                       _accelerator_getStream=lambda _: stream,
-                      _accelerator_synchronizeDevice=lambda _: self.wait("syncs"))
+                      _accelerator_synchronizeDevice=lambda _: self.wait())
         patches = [
             (torch._C, asked),
             (torch, dict(Generator=FakeGenerator, autocast=lambda device_type, *args, **options:
                          autocast("cpu", *args, **options))),
             (torch.cuda, dict(is_available=lambda: True, device_count=lambda: 1,
-                              synchronize=lambda *_: self.wait("syncs"),
+                              synchronize=lambda *_: self.wait(),
                               get_rng_state=lambda *_: torch.get_rng_state(),
                               set_rng_state=lambda *_: None,
                               CUDAGraph=functools.partial(FakeGraph, self),
@@ -166,17 +163,16 @@ class FakeCuda:
         finally:
             vars(self).update(before)
 
-    def wait(self, kind: str) -> None:
-        """Count what makes Python wait. A capture has nothing to wait for: nothing runs in it."""
+    def wait(self) -> None:
+        """Refuse to wait in a capture, which has nothing to wait for: nothing runs in it."""
         if self.tape is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        self.counts[kind] += 1
 
     def move(self, x: Tensor, gpu: bool) -> Tensor:
         """Return x where it is wanted, or a copy of it there."""
         if on_gpu(x) == gpu:
             return x
-        self.wait("copies" if gpu else "waits")
+        self.wait()
         with self.set(quiet=True):
             return mark(x.clone(), gpu)
 
@@ -239,7 +235,7 @@ class Functions(TorchFunctionMode):
 
     def tolist(self, x):
         if on_gpu(x):
-            self.gpu.wait("waits")
+            self.gpu.wait()
         return x.tolist()
 
     def numpy(self, x, *args, **kwargs):
@@ -249,7 +245,6 @@ class Functions(TorchFunctionMode):
 
     def one_hot(self, x, classes=-1):
         """Do what CUDA does: a CPU would look at the largest index first."""
-        self.gpu.counts["launches"] += 2 * on_gpu(x)
         with self.gpu.set(quiet=True):
             return mark(torch.nn.functional.one_hot(x, classes), on_gpu(x))
 
@@ -272,13 +267,14 @@ class Operations(TorchDispatchMode):
         there = [x for x in given if on_gpu(x)]
         if there:
             self.check(operation, name, args, given)
-            self.count_waits(name, args)
+            if self.must_wait(name, args):
+                gpu.wait()
         out = operation(*args, **kwargs)
         made_there = bool(there)
         if gpu.inside is not None and ("device" in kwargs or not given):
             made_there = gpu.inside
         if made_there or there:
-            gpu.counts["launches"] += not operation.is_view and name not in FREE
+            gpu.counts["launches"] += not operation.is_view
             if not operation.is_view and not operation._schema.is_mutable:
                 for x in tensors_in(out):
                     mark(x, made_there)
@@ -306,16 +302,13 @@ class Operations(TorchDispatchMode):
             raise RuntimeError("Expected all tensors to be on the same device, but found at least "
                                f"two devices, cuda:0 and cpu! (in {name})")
 
-    def count_waits(self, name: str, args) -> None:
-        """Count where Python waits for the GPU, or for a copy to it."""
-        if name in WAITING:
-            self.gpu.wait("waits")
-        elif name == "copy_" and on_gpu(args[0]) != on_gpu(args[1]):
-            self.gpu.wait("copies" if on_gpu(args[0]) else "waits")
-        elif name in INDEXING:
-            indices = tensors_in(args[1])
-            fills = name != "index" and args[2].numel() == 1 and not on_gpu(args[2])
-            if any(on_gpu(x) and x.dtype == torch.bool for x in indices) and not fills:
-                self.gpu.wait("waits")
-            for _ in (x for x in indices if not on_gpu(x)):
-                self.gpu.wait("copies")
+    def must_wait(self, name: str, args) -> bool:
+        """Say whether Python waits for the result of an operation, or for a copy in it."""
+        if name == "copy_":
+            return on_gpu(args[0]) != on_gpu(args[1])
+        if name not in INDEXING:
+            return name in WAITING
+        indices = tensors_in(args[1])
+        fills = name != "index" and args[2].numel() == 1 and not on_gpu(args[2])
+        masks = any(x.dtype == torch.bool for x in indices) and not fills
+        return masks or not all(map(on_gpu, indices))

@@ -10,6 +10,7 @@ import torch
 import bench as module
 from bench import AR, Bench, Count, Ours, Results, Theirs, make_line, parser_of
 from common import InputError, Sampler
+from fake_cuda import FakeCuda
 from families import near, tiny
 from helpers import script
 from support.engine import EngineLM
@@ -136,6 +137,17 @@ def test_make_bench_prints_rows_beside_transformers_own(models, capfd):
         "prompt_lookup / `generate`, prompt lookup of 4"]
 
 
+def test_captured_rows_run_on_the_simulated_gpu(models, capfd):
+    """These are the options of `make gpu`."""
+    with FakeCuda() as gpu:
+        assert script("bench", *models, "--device", "cuda", "--graphs", "--dtype", "float32",
+                      "--max-new-tokens", "4", "--only", "speculative") == 0
+    text = capfd.readouterr().out
+    assert "\n\ncuda, torch.float32, " in text and gpu.counts["replays"] > 10
+    rows, _ = tables_of(text)
+    assert [row["output as AR's"] for row in rows.values()] == ["3 of 3"] * 5
+
+
 def test_without_a_draft_there_are_the_methods_that_need_none(models, capfd):
     """Sampled outputs are not compared with AR's, and are graded all the same."""
     only = ["--max-new-tokens", "4", "--temperature", "1", "--only", "prompt", "specu"]
@@ -165,8 +177,7 @@ def test_rows_say_what_the_bench_does_not(bench):
         bench.row("medusas")
 
 
-@pytest.mark.parametrize("line", [*dict.fromkeys(
-    line for lines in (module.ALL, *module.TABLES.values()) for line in lines)])
+@pytest.mark.parametrize("line", module.ALL)
 def test_every_row_is_a_command_line(line, bench):
     assert bench.row(line).method.__name__ == line.split()[0]
 
