@@ -123,8 +123,8 @@ def windows_of(model) -> dict[str, int | None]:
     A config that lists no kinds of layers gets one, called sliding; its window may be None.
     """
     config = model.config.get_text_config()
-    # A file may list a `sliding_window` that its family ignores. Then the config's class has none.
-    window = config.sliding_window if hasattr(type(config), "sliding_window") else None
+    # A file may list a `sliding_window` that its family ignores. Then a fresh config has none.
+    window = config.sliding_window if hasattr(type(config)(), "sliding_window") else None
     listed = getattr(config, "layer_types", None) or ["sliding_attention"]
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(listed))}
 

@@ -180,7 +180,7 @@ def find_methods() -> dict:
 
 METHODS = find_methods()
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
-       "prompt_lookup", "bita", "bita --tree efficient", "medusa", "medusa --heads hydra",
+       "prompt_lookup", "bita", "bita --tree chain", "medusa", "medusa --heads hydra",
        "eagle", "eagle3", "mtp", "dflash", "sequoia", "early_exit", "draft_verify", "layerskip",
        "pass_sampling", "space", "recycling", "rest", "rest --no-grow",
        *(f"hybrid --guess {guess}" for guess in GUESSES), "cascade", "specinfer --gamma 6",

@@ -177,6 +177,14 @@ def test_rows_say_what_the_bench_does_not(bench):
         bench.row("medusas")
 
 
+def test_every_method_has_a_row():
+    missing = {*module.METHODS} - {line.split()[0] for line in module.ALL}
+    # The first is for long texts, the second learns from prompts, and the third is mjsd's reference.
+    missing -= {"triforce", "online", "mjgd"}
+    assert missing == set(), (f"{missing}: add a row to ALL of results/bench.py. survey/README.md, "
+                              "\"A new method\", has all steps")
+
+
 @pytest.mark.parametrize("line", module.ALL)
 def test_every_row_is_a_command_line(line, bench):
     assert bench.row(line).method.__name__ == line.split()[0]

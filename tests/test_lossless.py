@@ -57,6 +57,7 @@ from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, rand, tiny
 from helpers import tokens_of
 from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
+from mutants import find_functions, list_files
 from naive import KnowingLM, NaiveLM
 from support.engine import EngineLM
 from support.released import describe_dflash, some_weights
@@ -280,6 +281,17 @@ def list_rows() -> list[tuple[str, str]]:
         rows += [(name, family) for family in (ALL if file in reading else SIX)]
         reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
+
+
+def test_every_method_has_a_line():
+    """A method that is in no table here could accept every guess, and no test would notice."""
+    files = [file for file in list_files(".", "survey", "hybrid") if find_functions(file)]
+    every = {f"{file.removesuffix('.py').replace('/', '.')}.{method}" for file in files
+             for method in find_functions(file)}
+    lines = [line(model_of("llama")).method for line in (METHODS | LOSSY).values()]
+    missing = every - {f"{method.__module__}.{method.__name__}" for method in lines}
+    assert missing == set(), (f"{missing}: add a line to METHODS of tests/test_lossless.py, or to "
+                              "LOSSY. survey/README.md, \"A new method\", has all steps")
 
 
 @pytest.mark.parametrize("name, family", list_rows())
