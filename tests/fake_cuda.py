@@ -24,8 +24,8 @@ These are counted, so that a test sees whether the GPU was used:
     launches     operations on the GPU that are no views, and replays
     replays      replays of captured graphs
 
-While a graph is captured, Python must not wait for numbers, as item, tolist, nonzero and a mask as
-index do, and nothing may be copied between the CPU and the GPU.
+While a graph is captured, Python must not wait for numbers of the GPU, and nothing may be copied
+between it and the CPU. Python waits in item, tolist and nonzero, and for a mask as an index.
 
 Left out:
     several GPUs, streams, memory, speed
