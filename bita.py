@@ -7,9 +7,9 @@ arXiv 2401.12522
     python bita.py --adapter my.safetensors --prompt "..."          # decode (Section 3.2)
 
 A mask token is a trained embedding in the place of a token that is not known yet. A group of M mask
-tokens follows a real token. If the real token is at position a, mask token j (1 … M) is at position
-a + j and predicts the token of position a + j + 1. The token of position a + 1 needs no mask,
-because the real token predicts it.
+tokens follows a real token, their anchor. If the anchor is at position a, mask token j (1 … M) is
+at position a + j and predicts the token of position a + j + 1. The token of position a + 1 needs no
+mask, because the anchor predicts it.
 
 The P prompt tokens are trained too. They are keys and values in every layer, and only mask tokens
 see them. Real tokens see neither prompt tokens nor masks, so the output is the model's own. BiTA is
@@ -36,16 +36,22 @@ neither a nor b, its choice is the next root, and the root's masks predict the c
 
     L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
 
-X is the prompt and y its answer. A group of masks follows the real token y_k.
+X is the prompt and y its answer. A group of masks follows the anchor y_k. SAR stands for
+semi-autoregressive: several tokens a call.
 
 Departures:
     Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in the
         released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
         the masks predict the tokens after it.
-    The trained places. Paper: one random k of each answer. Here: up to --anchors random ones. Why:
-        one pass over the text serves them all. The released code has up to 64 neighbouring ones.
+        It is also a mean over all labels, as there, so that it does not grow with their number.
+    Anchors. Paper: one random k of each answer, 0 < k < N - M. Here: up to --anchors random ones,
+        the prompt's last token among them, and at the end of an answer with fewer than M labels.
+        Why: one pass over the text serves them all. The released code has up to 64 neighbours.
+    Size. Paper: 128 answers a step, four epochs of 150,000, and M = 4 above 13B parameters. Here:
+        16 answers a step, 1,000 steps, M = 3, and gradients cut to a length of 1. Why: a tuning of
+        the embedded model takes minutes.
 
-Departures that change no result are in results/masks.md. Left out: several GPUs.
+Smaller departures are in results/masks.md. None changes the text. Left out: several GPUs.
 """
 import functools
 import json
@@ -142,7 +148,7 @@ class PrefixLM(CachedLM):
         """Cache a context as CachedLM does, after prompt tokens.
 
         prefix   for each layer keys and values [key heads, P, head size]
-        options  other arguments of a subclass
+        options  arguments of the next class, if there is one between this class and CachedLM
         """
         self.prefix, self.cache.start = 0, 0
         for layer, (keys, values) in enumerate(prefix):
@@ -169,14 +175,15 @@ class PrefixLM(CachedLM):
 
 
 def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int = 5,
-         adapter: str = ADAPTER, tuning: "Tuning | None" = None, sample: Sampler = greedy,
+         adapter: str = ADAPTER, tuning: Tuning | None = None, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
     """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
     tree:    efficient is the paper's tree, in which only the likeliest candidate of a mask has
              children. full has children below every node. chain is the paper's straightforward
              decoding, which has one candidate of each mask, and one group of masks, after the root
-    k:       candidates of each mask token, 1 or more. A chain has one
+    k:       candidates of each mask token, 1 or more. A chain has one. A full tree has 1 + k + … +
+             k^M nodes with M masks after each: take 2
     adapter: file of prompt and mask tokens, made by `python bita.py train`
 
     Yields chunks of 1 to M + 1 tokens; logs {"guessed", "accepted", "rows"} a call. They are the
@@ -192,18 +199,18 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
     masks = tuning.masks.detach().to(target.weight)
     M = len(masks)  # how many masks a node has after it
     embed = target.model.get_input_embeddings()
-    rows = list(tuning.prompts.detach().to(target.model.dtype))
-    prompt = begin(prompt, target, prefix=rows)
+    prefix = list(tuning.prompts.detach().to(target.model.dtype))
+    prompt = begin(prompt, target, prefix=prefix)
     root = prompt[-1]
-    candidates = []  # for each mask its k likeliest tokens. The first call has none
+    candidates = []  # the guesses: for each mask its k likeliest tokens. The first call has none
     while True:
         # Fig. 5: the candidates become a tree of n real tokens, the root first.
-        ids, real = build_tree(candidates, root, full=tree == "full")
+        ids, tree_parents = build_tree(candidates, root, full=tree == "full")
         n = len(ids)
         # Whichever node is accepted last, the masks after it have looked ahead already. In a chain
         # only the root has masks.
         owners = [0] if tree == "chain" else range(n)
-        parents = attach_masks(real, owners, M)
+        parents = attach_masks(tree_parents, owners, M)
         with torch.inference_mode():
             tokens = embed(torch.tensor(ids, device=masks.device))
             inputs = torch.cat([tokens, masks.repeat(len(owners), 1)])
@@ -211,7 +218,7 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
         # Verification: the accepted candidates and the model's own token are final. The rows of
         # masks leave the cache, since they are no text.
-        path, chunk = walk(ids, real, sample(logits[:n]))
+        path, chunk = walk(ids, tree_parents, sample(logits[:n]))
         target.commit(path)
         root = chunk[-1]
         # Generation: the masks after the last accepted node predict what follows the new root.
@@ -295,7 +302,8 @@ def mask_states(model, masks: torch.Tensor, prompts, ids: torch.Tensor,
     # those before it.
     text = torch.arange(T).expand(B, -1)
     with torch.no_grad():
-        run_rows(model, cache, ids, text[:, None] <= text[:, :, None], text, text)
+        causal = torch.ones(T, T, dtype=torch.bool).tril().expand(B, -1, -1)
+        run_rows(model, cache, ids, causal, text, text)
     # The prompt tokens follow the text in the cache, since the mask alone says who sees them.
     cache.start = T
     for layer, (keys, values) in enumerate(prompts):
@@ -304,7 +312,8 @@ def mask_states(model, masks: torch.Tensor, prompts, ids: torch.Tensor,
     # Mask j after position a is at a + j. It sees the text up to a, all prompt tokens, and its own
     # group up to itself.
     positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
-    sees_text = text[:, None] <= anchors.repeat_interleave(M, 1)[:, :, None]  # [B, G · M, T]
+    anchor_of = anchors.repeat_interleave(M, 1)  # of each mask, [B, G · M]
+    sees_text = text[:, None] <= anchor_of[:, :, None]  # [B, G · M, T]
     sees_prompts = torch.ones(B, G * M, P, dtype=torch.bool)
     row = torch.arange(G * M)  # row r is of group r // M
     sees_group = (row // M == row[:, None] // M) & (row <= row[:, None])  # [G · M, G · M]
@@ -324,29 +333,29 @@ def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable) -> tor
     """
     labels = labels.to(states.device)
     known = labels >= 0
-    # - log P(y_i | X, y_0 … y_k; prompt and mask tokens) of each label, and their mean.
+    # - log P(y_i | X, y_0 … y_k; prompt and mask tokens) of each label, and the mean of these
     return F.cross_entropy(score(states[known]), labels[known], reduction="none").mean()
 
 
 # ------------------------------------------------------------------------------------ tuning
 @torch.inference_mode()
-def measure(model, tuning: Tuning, data: list, anchors: int) -> tuple[float, list[float]]:
+def measure(model, tuning: Tuning, data: list, most: int) -> tuple[float, list[float]]:
     """Measure a tuning on pairs of a prompt and its answer.
 
     data     the pairs
-    anchors  the most anchors of an answer
+    most     the most anchors of an answer
     returns  the loss, and for each mask how often its likeliest guess is right
     """
     from support.parts import score_with
     score, rng = score_with(model), random.Random(0)
     loss, right, total = 0.0, 0, 0
     for pair in data:
-        ids, positions, labels = sample_anchors([pair], len(tuning.masks), anchors, rng)
-        logits = score(mask_states(model, tuning.masks, tuning.prompts, ids, positions))
+        ids, anchors, labels = sample_anchors([pair], len(tuning.masks), most, rng)
+        logits = score(mask_states(model, tuning.masks, tuning.prompts, ids, anchors))
         labels = labels.to(logits.device)
         known = labels >= 0
         loss += F.cross_entropy(logits[known], labels[known], reduction="sum").item()
-        right = right + (logits.argmax(-1) == labels).sum((0, 1))  # [M]. No guess is -100
+        right = right + (logits.argmax(-1) == labels).sum((0, 1))  # [M]. -100 equals no guess
         total = total + known.sum((0, 1))
     return loss / total.sum().item(), (right / total.clamp(min=1)).tolist()
 
@@ -364,10 +373,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     batch:  answers of a pass. A step of the paper has 128 answers. The logits of all masks are in
             memory at once. If they do not fit, take fewer answers, and --accumulate more passes
     anchors: the most mask groups of an answer, 1 or more
-    lr:     where the cosine of the learning rate begins. The paper's 3e-2 suits 10M weights too
+    lr:     where the cosine of the learning rate begins. The paper's 3e-2 also suits a model of 10M
+            weights
     """
     from support.parts import score_with
-    from training.loop import Training, count_tokens, digest, prepare_training, sample_alike
+    from training.loop import (Training, cosine, count_tokens, digest, prepare_training,
+                               sample_alike)
     tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
@@ -376,20 +387,22 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     fingerprint = digest(model.state_dict()), batch, anchors, data, held_out
     adam = torch.optim.AdamW(tuning.parameters(), lr, weight_decay=0.0)
     training = Training(dict(tuning.named_parameters()), fingerprint, name="tuning", steps=steps,
-                        lr=lr, optimizers=[adam], seed=seed, folder=work, models=(model,))
+                        lr=lr, rate=cosine, optimizers=[adam], seed=seed, folder=work,
+                        models=(model,))
 
     def evaluate() -> tuple[dict, str]:
         loss, right = measure(model, tuning, held_out, anchors)
         shares = " ".join(f"{x:.3f}" for x in right)
         return {"loss": loss}, f"held-out loss {loss:.3f}, likeliest guess right by mask {shares}"
+    # A turn of this loop is an update. `training` has the rate, the checkpoints and the precision.
     for rng in training.updates(evaluate):
         adam.zero_grad()
         for _ in range(training.passes):  # one, or more with --accumulate
-            # Section 3.1: questions X, the model's own answers Y, and random k of each answer.
+            # Section 3.1: questions X, the model's own answers Y of similar length, and random k
             pairs = sample_alike(data, batch, rng, count_tokens)
-            ids, positions, labels = sample_anchors(pairs, M, anchors, rng)
+            ids, at, labels = sample_anchors(pairs, M, anchors, rng)
             with training.precision():
-                states = mask_states(model, tuning.masks, tuning.prompts, ids, positions)
+                states = mask_states(model, tuning.masks, tuning.prompts, ids, at)
                 loss = sar_loss(states, labels, score) / training.passes  # Eq. 1
             training.check(loss)
             loss.backward()
@@ -419,8 +432,8 @@ def load_tuning(path: str, model) -> Tuning:
             tensors = {name: file.get_tensor(name).float() for name in file.keys()}
         if header["kind"] != Tuning.title:
             raise ValueError(f"it is one of {header['kind']}")
-        # The file has these embeddings of its model: every 16th of the first 1,024 tokens, and the
-        # first 64 numbers of each. The cosine of two models that were trained apart is near 0.
+        # The file has some numbers of its model's embeddings, less their mean: every 16th of the
+        # first 1,024 tokens, 64 numbers of each. The cosine of two models trained apart is near 0.
         here = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
         some = tensors.pop("model").flatten()
         if F.cosine_similarity(some, (here - here.mean(0)).flatten(), 0) < 0.5:

@@ -16,6 +16,9 @@ sequence, but its first token is the root, which is known. A state of the block 
 trajectory is y. The last state is the fixed point y*, the greedy output of the model before
 training. The fixed points of all blocks make up the answer l.
 
+In Eq. 6 the text before the answer, the prompt, is x. D is a distance of two distributions
+(--divergence), and w is --w.
+
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
 y(1), which is wrong from its third token on:
 
@@ -38,6 +41,11 @@ Departures (smaller ones are in results/cllm.md):
   and the loss of y* is 0.
 - Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means, as in the released code,
   and D counts only from the first wrong token on. Why: answers differ in length.
+- Blocks. Paper: they tile the answer (Alg. 1). Here: a block begins with a known token, often the
+  last one of the block before, so it adds n - 1 or n tokens. Why: no call is spent only on a root.
+- Collecting. Paper: Alg. 1 adds y* to x, so first guesses come from prompt and answer, and it sets
+  random tokens right. Here: they come from the prompt, and the first wrong token stays wrong, in
+  half of the states. Why: otherwise a state could become y*, and decoding begins so.
 - Low rank. Paper: all weights are trained. Here: with `--rank R` only changes of rank R are. Why:
   all weights need 16 bytes each, with their gradients and the moments of AdamW.
 
@@ -68,7 +76,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     guesses that are not final yet. The block ends when all are final. Alg. 3 and Eq. 3. The loop is
     the one of jacobi.py, word for word.
 
-    n: tokens of a block, its root included, 2 or more. The n of the training is best
+    n: tokens of a block, its root included, 2 or more. Take the n of the training
 
     Yields chunks of 1 to n tokens; logs {"states", "final"} a block. Every call extends both lists:
     the next state y(j), n tokens with the root first, and how many of its leading tokens are final.
@@ -175,10 +183,10 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
     A block begins with the last token that is final after the block before. This is that block's
     own last token, or the token after it. With n = 4 and a prompt of two tokens:
 
-        prompt + answer   0  1  2  3  4  5  6  7  8
+        prompt + answer   0  1  2  3  4  5  6  7  8  9
         first block          1  2  3  4                 start 1, the last token of the prompt
         second block                  4  5  6  7        start 4: the block before ended with final 4
-        third block                               8     start 8: the block before ended with final 5
+        third block                               8  9  start 8: the block before ended with final 5
 
     n, limit, eos   tokens of a block, the most tokens of the answer, and tokens that end it
     seed            the seed of the first guesses
@@ -220,7 +228,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 
     out:     the file to make. It has a line for the settings, then one for each prompt
     n:       tokens of a block, its root included, 2 or more
-    augment: probability of correcting a wrong token, in half of the states, 0 to 1
+    augment: probability of correcting a wrong token after the first, in half of the states, 0 to 1
     """
     from support.files import read_kept
     from training.loop import digest, repeats
@@ -279,6 +287,7 @@ def training_tree(text: list[int], states: list) -> tuple[list[int], list[int], 
         student = start
         # The last token is left out, since it predicts a token after the block
         for teacher, token in enumerate(y[1:-1], start + 1):
+            # The student is on the trunk as long as its number is its place
             if student == teacher - 1 and token == text[teacher]:
                 student = teacher
             else:
@@ -290,7 +299,7 @@ def training_tree(text: list[int], states: list) -> tuple[list[int], list[int], 
 
 
 def read_tree(model, ids: list[int], parents: list[int]) -> torch.Tensor:
-    """Run a model over a tree; return [nodes, d], what its LM head would read of each node."""
+    """Run a model over a tree; return [nodes, d], what its LM head would read at each node."""
     like = model.get_input_embeddings().weight
     visible = ancestor_mask(parents)  # a node sees its path from the first token down
     # A branch has the positions of the tokens that it replaces, as in decoding
@@ -408,12 +417,13 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
         rng = random.Random(0)
         drawn = [draw_states(example, states, rng) for example in held_out]
         with torch.inference_mode(), training.precision():
-            consistency, ar = map(float, losses(model, score, held_out, drawn, divergence))
+            pairs = [losses(model, score, [x], [y], divergence) for x, y in zip(held_out, drawn)]
+        consistency, ar = (sum(map(float, some)) / len(pairs) for some in zip(*pairs))
         lm = CachedLM(model)
         said = [find_trajectories(lm, x["prompt"], n, len(x["answer"]), eos)[0] for x in held_out]
         figures = {"consistency": consistency, "ar": ar, "per_call": sum(map(len, said)) / lm.calls}
         return figures, "held out: " + ", ".join(f"{k} {x:.4g}" for k, x in figures.items())
-    # Alg. 2: each turn of this loop is an update
+    # A turn of this loop is an update. `training` has the rate, the checkpoints and the precision
     for rng in training.updates(evaluate):
         adam.zero_grad()
         for _ in range(training.passes):  # one, or more with --accumulate

@@ -179,7 +179,7 @@ def test_rows_say_what_the_bench_does_not(bench):
 
 def test_every_method_has_a_row():
     missing = {*module.METHODS} - {line.split()[0] for line in module.ALL}
-    # The first is for long texts, the second learns from prompts, and the third is mjsd's reference.
+    # The first is for long texts, the second learns from prompts, the third is mjsd's reference.
     missing -= {"triforce", "online", "mjgd"}
     assert missing == set(), (f"{missing}: add a row to ALL of results/bench.py. survey/README.md, "
                               "\"A new method\", has all steps")
