@@ -99,7 +99,8 @@ class RecurrentCache(KVCache):
 
     def commit(self, first: int, path: list[int]) -> None:
         super().commit(first, path)
-        nodes = torch.tensor([*range(self.kept), *(self.kept + node for node in path)])
+        nodes = [*range(self.kept), *(self.kept + node for node in path)]
+        nodes = torch.tensor(nodes, dtype=torch.long)
         self.kept = len(nodes)
         for rows in self.rows.values():
             for name, row in rows.items():
@@ -114,8 +115,7 @@ class RecurrentCache(KVCache):
             state = self.states[layer]
             first = {name: row[:n] for name, row in rows.items()}
             rows.update({name: row[n:] for name, row in rows.items()})
-            size = len(state["inputs"])
-            state["inputs"] = torch.cat([state["inputs"], first["x"]])[-size:]
+            state["inputs"] = torch.cat([state["inputs"], first["x"]])[n:]  # as many as before
             if "S" in state:
                 G = first["g"].cumsum(0)
                 keys = first["k"] * (G[-1] - G).exp()

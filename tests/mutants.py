@@ -76,7 +76,10 @@ MUTANTS = {
          "what kept tokens wrote is not replaced"),
         (".masked_fill(~above[-n:, :, None], -torch.inf)", "", "a node reads its siblings"),
         ('keys = first["k"] * (G[-1] - G).exp()', 'keys = first["k"]',
-         "folded tokens do not decay")],
+         "folded tokens do not decay"),
+        ("self.folded, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)",
+         "self.folded, self.rows = 0, defaultdict(dict)", "a new prompt begins with old states"),
+        ("[n:]  # as many", "[n - 1:-1]  # as many", "the inputs of a convolution are off by one")],
     "jacobi.py": [
         ("chunk = chosen[:agreed + 1]", "chunk = guesses[:agreed + 1]",
          "argmaxes become final at a temperature"),

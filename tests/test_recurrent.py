@@ -72,6 +72,36 @@ def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
     assert torch.equal(*seen, expected)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name, changes", [
+    *((name, {}) for name in RECURRENT), ("lfm2", {"conv_L_cache": 1}),
+    ("qwen3.5", {"linear_conv_kernel_dim": 1})])
+def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache(name, changes):
+    """Nothing is left of an earlier long prompt. After going back as far as rows are kept, the
+    states are those of the shorter text, also where a convolution reads one input only."""
+    model = tiny(name, max_position_embeddings=1000, **changes)
+    lm = run(model)
+    lm.start(LONG[:200])
+    lm.truncate(lm.length - KEEP + 1)
+    lm.forward([3, 7])
+    lm.commit([])  # no guess was right, and the root is fed again
+    for text in LONG[:lm.length] + LONG[60:160], LONG[90:260]:
+        if text[:1] != LONG[:1]:
+            lm.start([])
+        lm.forward(text[lm.length:])
+        lm.commit(range(len(lm.parents)))
+        expected = model(input_ids=torch.tensor([[*text, 5]]), use_cache=False).logits[0, -1:]
+        torch.testing.assert_close(lm.forward([5]), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_nothing_may_be_committed_at_the_beginning():
+    lm = run(tiny("qwen3.5"))
+    lm.start([])
+    expected = lm.forward([5])
+    lm.commit([])
+    assert torch.equal(lm.forward([5]), expected)
+
+
 def test_a_model_goes_back_as_far_as_its_rows_are_kept():
     lm = run(tiny("qwen3.5"))
     lm.start(LONG[:CachedLM.PART])
