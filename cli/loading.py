@@ -3,7 +3,6 @@
 `load` of support/engine.py says what transformers says. The functions here look at a directory that
 could not be loaded, so that its user learns which file is wrong and what to do about it."""
 from functools import partial
-from os.path import commonprefix
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
@@ -97,10 +96,3 @@ def fill_template(tokenizer, text: str) -> str:
         raise InputError("--chat must find a chat template that takes a prompt, but the model's "
                          f"says: {shorten(error) or type(error).__name__}") from error
     return filled
-
-
-def open_chat(tokenizer) -> list[int]:
-    """Return the tokens that the chat template puts before the words of a user."""
-    # Two texts with no letter in common show where the words of a user begin.
-    before = commonprefix([fill_template(tokenizer, text) for text in ("one", "Two")])
-    return tokenizer.encode(before, add_special_tokens=False)

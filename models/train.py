@@ -4,7 +4,6 @@ distilled from the target.
     python models/train.py                    # everything, about two hours on two CPU cores.
                                               # A stopped run goes on where it was
     python models/train.py --stage evaluate   # only measure what is there
-    python models/train.py prompts --target MODEL --count 1000 --out FILE
     python models/train.py distil --target MODEL --layers 0 1 2 3 --prompts FILE --out DIR
 
     tasks.py ──> tokenizer ──> target ──> draft ──────────> evaluation.json
@@ -32,7 +31,6 @@ import json
 import random
 import shutil
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -40,8 +38,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
-from torch.overrides import TorchFunctionMode
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import tasks
@@ -50,7 +46,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
 import common  # noqa: E402  (the path is set above)
 from cli.commands import main  # noqa: E402
-from cli.loading import open_chat  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from support.engine import depth_of, require  # noqa: E402
@@ -58,8 +53,8 @@ from support.files import save_model, write_text  # noqa: E402
 from support.layers import take_layers  # noqa: E402
 from support.settings import Pair  # noqa: E402
 from training.loop import (Training, answer_all, digest, divergence,  # noqa: E402
-                           divergence_in_parts, low_precision, multiplies_bfloat16,
-                           prepare_training, read_answers, sample_alike, warm_linear)
+                           divergence_in_parts, low_precision, prepare_training, read_answers,
+                           sample_alike, warm_linear)
 from support.parts import score_with  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
@@ -228,35 +223,6 @@ def make_distance(target, draft):
 
 # ----------------------------------------------------------------------------------- training
 
-class KeepFloat32(TorchFunctionMode):
-    """Copy a tensor where code inside the `with` asks for it in bfloat16."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.bfloat16:
-            return args[0].clone()
-        return function(*args, **(kwargs or {}))
-
-
-class Muon(torch.optim.Muon):
-    """torch's Muon, which always multiplies in bfloat16, except where float32 is faster."""
-
-    def step(self, closure=None):
-        """Update the weights, and return what torch's `step` returns of `closure`."""
-        device = self.param_groups[0]["params"][0].device
-        mode = nullcontext() if multiplies_bfloat16(device) else KeepFloat32()
-        with mode:
-            return super().step(closure)
-
-
-def make_optimizers(model, lr: float) -> list:
-    """Make Muon for the matrices of the layers, and AdamW for embeddings, norms and the rest."""
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in trained if p.ndim != 2 or "embed" in n]
-    return [Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
-
-
 def fit(name: str, model, loss_of, held_out_loss, fingerprint: tuple, *, lr: float, steps: int,
         work: Path, models: tuple = ()) -> None:
     """Train all weights that are not frozen; the rate falls linearly to 0 after a warm-up.
@@ -277,8 +243,7 @@ def fit(name: str, model, loss_of, held_out_loss, fingerprint: tuple, *, lr: flo
             loss = sum(held_out_loss(random.Random(i)).item() for i in range(4)) / 4
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    Training(trained, fingerprint, name=name, steps=steps, lr=lr, rate=warm_linear,
-             optimizers=make_optimizers(model, lr), folder=work,
+    Training(trained, fingerprint, name=name, steps=steps, lr=lr, rate=warm_linear, folder=work,
              models=models).train(loss_of, evaluate)
 
 
@@ -315,51 +280,6 @@ def distil_on_tasks(name: str, target, draft, tokenizer, *, tokens: int, work: P
 
 # ----------------------------------------------------------------------------- for any target
 
-def prompts(model, tokenizer, *, out: Path, count: int = 1000, batch: int = 64,
-            max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> None:
-    """Let a chat model write prompts itself.
-
-    It continues its chat template from where the user would speak (Magpie: Xu et al., arXiv
-    2406.08464).
-
-    out:   the file of JSON lines to make. OUT.part has those of a run that was stopped
-    count: how many prompts are written, 1 or more
-    batch: how many prompts are written at once, 1 or more
-    max_new_tokens: the most tokens of a prompt. Longer prompts are dropped
-    temperature: prompts are samples at this temperature, above 0
-    """
-    before = open_chat(tokenizer)
-    torch.manual_seed(seed)
-    found = []
-    try:
-        with tqdm(total=count, desc="prompts") as bar:
-            while len(found) < count:
-                texts = write_prompts(model, tokenizer, [before] * batch, max_new_tokens,
-                                      temperature)
-                fresh = [text for text in dict.fromkeys(texts) if text not in found]
-                found += fresh[:count - len(found)]
-                if len(found) == bar.n:
-                    raise common.InputError("expected a model that writes prompts and ends them, "
-                                            f"got no new one of {batch}, {bar.n} before")
-                bar.update(len(found) - bar.n)
-    finally:  # also after Ctrl-C. A file of the name `out` is always complete
-        begins = "" if len(found) == count else None  # an older part is replaced
-        if begins is None:
-            out = out.with_name(f"{out.name}.part")
-        if found:
-            write_text(out, "".join(json.dumps({"prompt": text}) + "\n" for text in found))
-
-
-def write_prompts(model, tokenizer, begun: list[list[int]], limit: int,
-                  temperature: float) -> list[str]:
-    """Let the model continue texts by at most `limit` tokens; return the texts that it ends."""
-    eos = common.eos_ids(model, tokenizer)
-    rows = answer_all(model, eos, begun, limit, temperature)
-    ended = [row[:-1] for row in rows if row[-1] in eos]
-    texts = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in ended]
-    return [text for text in texts if text]
-
-
 def make_draft_of_layers(target, layers: list[int]):
     """Make a draft of some layers of the target, in float32.
 
@@ -379,7 +299,7 @@ def distil(model, tokenizer, prompts: list[list[int]], *, layers: list[int], out
     They learn the model's distribution on its own greedy answers. A stopped run goes on.
 
     layers: which layers of the model, from 0, in ascending order
-    lr:     the highest learning rate. 3e-3 suited four layers of a model of 135M parameters
+    lr:     the highest learning rate
     """
     last = depth_of(model) - 1
     require(layers == sorted({*layers} & {*range(last + 1)}), "layers",
@@ -513,6 +433,6 @@ def make_embedded() -> None:
 
 
 if __name__ == "__main__":
-    if {"prompts", "distil"} & {*sys.argv[1:2]}:
-        sys.exit(main([], commands=[prompts, distil]))
+    if sys.argv[1:2] == ["distil"]:
+        sys.exit(main([], commands=[distil]))
     sys.exit(run_script(make_embedded))

@@ -1,6 +1,5 @@
-"""models/train.py makes the embedded models from generated tasks. For any target it makes a draft
-of some of its layers, and prompts that the target writes."""
-import copy
+"""models/train.py makes the embedded models from generated tasks, and for any target a draft of
+some of its layers."""
 import itertools
 import random
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 import train as recipe
-from cli.files import read_prompts
 from common import InputError
 from families import near, tiny
 
@@ -109,16 +107,6 @@ def test_agreement_by_hand():
 
 # ------------------------------------------------------------------------------------ training
 
-def test_muon_moves_matrices_of_layers_and_adamw_the_rest():
-    """Frozen weights stay, since no optimizer has them."""
-    model = tiny("llama")
-    model.lm_head.requires_grad_(False)
-    muon, adamw = ({id(p) for p in optimizer.param_groups[0]["params"]}
-                   for optimizer in recipe.make_optimizers(model, 1e-2))
-    assert muon == {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
-    assert adamw == {id(p) for p in model.model.parameters()} - muon
-
-
 def test_training_on_tasks_reports_on_test_batches(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(recipe, "sample_batch", lambda *asked: seen.append(asked[:4]) or (
@@ -143,33 +131,3 @@ def test_a_draft_of_layers_learns_in_its_layers_alone():
 def test_layers_that_cannot_be_taken_are_refused(layers, tmp_path):
     with pytest.raises(InputError, match="--layers must be different numbers from 0 to 1 in asc"):
         recipe.distil(tiny("llama"), None, [], layers=layers, out=tmp_path / "out")
-
-
-def test_a_model_writes_prompts_in_the_users_place(tmp_path, embedded, monkeypatch):
-    """The model's text starts at the user's place in its template. Texts without an end are left
-    out.
-
-    A model that writes nothing new would run for ever. Its earlier prompts are kept beside the file
-    of an earlier run."""
-    tokenizer, most = copy.deepcopy(embedded[2]), 99
-
-    def answer_all(model, eos, begun, limit, temperature):
-        assert begun == [tokenizer.encode("def ")] * 3
-        ended = [f"{number}</s>" for number in torch.randint(most, (2,)).tolist()]
-        return tokenizer(["not ended", *ended], add_special_tokens=False).input_ids
-
-    def write(name: str, count: int, seed: int) -> list[str]:
-        recipe.prompts(tiny("llama"), tokenizer, out=tmp_path / name, batch=3, count=count,
-                       seed=seed)
-        return read_prompts(tmp_path / name)
-    monkeypatch.setattr(recipe, "answer_all", answer_all)
-    with pytest.raises(InputError, match="must find a chat template"):
-        write("one", 3, 0)
-    tokenizer.chat_template = "<s>def {% for m in messages %}{{ m.content }}</s>{% endfor %}"
-    one, again, other = write("one", 3, 0), write("again", 2, 0), write("other", 2, 1)
-    assert one[:2] == again != other and len(other) == 2 and len(set(one)) == len(one) == 3
-    assert all(text.isdecimal() for text in one)
-    most = 1
-    with pytest.raises(InputError, match="no new one of 3, 1 before"):
-        write("one", 3, 0)
-    assert read_prompts(tmp_path / "one") == one and read_prompts(tmp_path / "one.part") == ["0"]
