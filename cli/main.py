@@ -79,8 +79,8 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
     takes, given = signature(method).parameters, args.draft or []
     if given and "draft" not in takes:
         raise InputError(f"--draft is no option of {method.__name__}, got {given[0]!r}")
-    if len(given) > 1 and "more_drafts" not in takes:
-        raise InputError(f"--draft must be given once for {method.__name__}, got {len(given)}")
+    require(len(given) < 2 or "more_drafts" in takes, "draft",
+            f"given once for {method.__name__}", len(given))
     paths = [args.target]
     if "draft" in takes:
         paths += given or [f"{MODELS}/draft"]
@@ -133,9 +133,8 @@ class Session:
         self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))
         longest = max(map(len, self.prompts))
-        if longest >= self.context:
-            raise InputError("expected prompts that are shorter than the context of "
-                             f"{self.context} tokens, got {longest}")
+        require(longest < self.context, "prompt",
+                f"shorter than the context of {self.context} tokens", longest)
         require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
         heat = args.temperature
         require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
@@ -266,7 +265,7 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform(methods: list, report, argv: list[str], extras: Extras) -> int | None:
+def perform(methods: list, report, argv: list[str] | None, extras: Extras) -> int | None:
     """Do what a command line says: answer prompts with a method, or tune the method's options."""
     args = parse_decoding(methods, extras.commands, extras.target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
@@ -335,5 +334,4 @@ def main(methods: list, report: Callable = count_guesses, argv: list[str] | None
     returns  the exit status. It is 1 if --compare found a difference, and else that of
              `run_script`
     """
-    argv = sys.argv[1:] if argv is None else argv
     return run_script(lambda: perform(methods, report, argv, Extras(**extras)))

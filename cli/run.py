@@ -101,12 +101,9 @@ class Run:
     def __str__(self) -> str:
         """Say in one line how fast the run was, and which model took how much of the time."""
         calls = self.models["target"].calls
-        captures = [getattr(lm, "capture_seconds", 0.0) for lm in self.models.values()]
         shares = [f"{name} {(lm.seconds + lm.prompt_seconds) / self.seconds:.0%}"
                   for name, lm in self.models.items()]
         setup = f"; set-up {self.setup:.1f} s" if self.setup else ""
-        if any(captures):
-            setup += f"; captures of graphs, {sum(captures):.1f} s, are counted"
         return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s "
                 f"({self.tokens / self.seconds:.1f} tokens/s), {calls} target calls "
                 f"({self.tokens / calls:.2f} tokens per call); of the time {', '.join(shares)}"

@@ -41,8 +41,7 @@ class Parser(ArgumentParser):
     """An argument parser whose messages are one short line, whatever they quote."""
 
     def error(self, message: str) -> None:
-        said = shorten(message, MOST)
-        self.exit(2, f"{self.prog}: error: {said} (--help lists all options)\n")
+        self.exit(2, f"{self.prog}: error: {shorten(message, MOST)} (--help lists all options)\n")
 
 
 # ------------------------------------------------------------------------------ tokens as text

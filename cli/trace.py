@@ -190,13 +190,17 @@ def trim_round(step: dict, target: int) -> None:
 
 # ------------------------------------------------------------------------------------ the page
 
-def collect_tokens(runs: list[dict]) -> dict[str, set[int]]:
-    """Collect the tokens of all calls, by the name of the model."""
-    found = defaultdict(set)
+def collect_tokens(runs: list[dict], names: list[str]) -> dict[str, set[int]]:
+    """Collect the tokens of all calls, those of each model by its name.
+
+    names   the models that have a tokenizer. Any other model reads the target's tokens
+    """
+    found = {name: set() for name in names}
     for run in runs:
         for step in run["rounds"]:
             for call in step["calls"]:
-                found[run["lms"][call["lm"]]].update(call["ids"] + call["best"])
+                name = run["lms"][call["lm"]]
+                found[name if name in found else "target"].update(call["ids"] + call["best"])
     return found
 
 
@@ -214,9 +218,8 @@ def make_page(runs: list[dict], tokenizers: dict) -> str:
 
     tokenizers  those of the target and of drafts by name, since a draft may have its own tokens
     """
-    # A model that the method made itself reads the target's tokens.
-    texts = {name: say_tokens(ids, tokenizers.get(name, tokenizers["target"]))
-             for name, ids in collect_tokens(runs).items()}
+    texts = {name: say_tokens(ids, tokenizers[name])
+             for name, ids in collect_tokens(runs, [*tokenizers]).items()}
     said = []
     for run in runs:  # the pieces of all tokens, joined, are the whole text
         answer = [token for step in run["rounds"] for token in step["chunk"]]
