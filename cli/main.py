@@ -198,9 +198,8 @@ class Session:
     def write_trace(self) -> None:
         """Write the page of --trace. If nothing was decoded, an older page stays as it is."""
         if any(run["rounds"] for run in self.traced):
-            page = self.args.trace
-            write_text(page, make_page(self.traced, self.tokenizers))
-            print(f"trace: {page.resolve()}", file=sys.stderr)
+            write_text(self.args.trace, make_page(self.traced, self.tokenizers))
+            print(f"trace: {self.args.trace.resolve()}", file=sys.stderr)
 
 
 def explain_slowdown(run: Run, ar: Run) -> str:
