@@ -24,9 +24,9 @@ from cli.loading import encode_prompts
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
                          read_ranges, select_options)
 from cli.run import count_guesses
-from common import InputError, eos_ids
+from common import InputError, eos_ids, until
 from support.engine import require
-from support.files import check_result, shorten
+from support.files import check_result, explain
 from support.settings import Pair, Settings, use_settings
 
 # The date that chat templates write into what a command learns from. With the date of the day a
@@ -62,31 +62,10 @@ def read_pairs(path: str | Path) -> list[dict]:
 
     path     the file. A line is {"prompt", "answer"}, both texts or both lists of token ids, or
              {"messages"}, of which the last one is the assistant's, and which may come with
-             {"tools"}
+             {"tools"}. `encode_pair` refuses any other line
     returns  the dictionary of each line, as `read_lines` does
-    raises   ArgumentTypeError for a line that is none of these
     """
-    return read_lines(path, parse_pair, 'lines of {"prompt", "answer"} or {"messages"}')
-
-
-def parse_pair(line: str) -> dict:
-    """Return what a line says; an error unless it has a prompt with an answer, or messages."""
-    row = json.loads(line.strip())
-    messages = row.get("messages")
-    if messages is not None:
-        kinds = {type(message.get("content")) for message in messages}
-        ends = messages[-1]["role"] == "assistant"
-        if len(messages) < 2 or not ends or not kinds <= {str, type(None)}:
-            raise ValueError('messages are not two or more of {"role", "content"}, of which the '
-                             "last one is the assistant's")
-        return row
-    prompt, answer = row["prompt"], row["answer"]
-    kinds = {type(prompt), type(answer)}
-    are_texts = kinds == {str}
-    are_ids = kinds == {list} and {type(token) for token in prompt + answer} == {int}
-    if not prompt or not answer or not (are_texts or are_ids):
-        raise ValueError("prompt and answer are not both texts or both token ids, or one is empty")
-    return row
+    return read_lines(path, json.loads, 'lines of {"prompt", "answer"} or {"messages"}')
 
 
 def encode_data(model, tokenizer, args: Namespace) -> tuple[list[list[int]], list[Pair] | None]:
@@ -112,26 +91,28 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
     returns  token ids of the prompt and of the answer. The answer of a text ends with its first
              token that ends an answer, or else with the tokenizer's EOS
     """
-    prompt, answer, messages = (row.get(name) for name in ("prompt", "answer", "messages"))
-    rows, eos = len(model.get_input_embeddings().weight), eos_ids(model, tokenizer)
+    vocab = len(model.get_input_embeddings().weight)
+    messages = row.get("messages")
     try:
-        if messages is None and chat and isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt},
-                        {"role": "assistant", "content": answer}]
+        if messages is None:
+            prompt, answer = row["prompt"], row["answer"]
+            if not prompt or not answer:
+                raise ValueError("its prompt or its answer is empty")
+            if chat and isinstance(prompt, str):
+                messages = [{"role": "user", "content": prompt},
+                            {"role": "assistant", "content": answer}]
         if messages is not None:
             prompt, answer = render_pair(tokenizer, messages, row.get("tools"))
         if isinstance(prompt, str):
             prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
-            if tokenizer.eos_token_id is None:
-                raise ValueError("the tokenizer has no EOS, with which an answer of text ends")
-            answer = [*answer, tokenizer.eos_token_id]
-            end = next(i for i, token in enumerate(answer, 1) if token in eos)
-            answer = answer[:end]
-        if not prompt or not answer or min(prompt + answer) < 0 or max(prompt + answer) >= rows:
-            raise ValueError(f"it has no tokens, or others than those from 0 to {rows - 1}")
+            ended = iter([[*answer, tokenizer.eos_token_id]])
+            [answer] = until(ended, len(answer) + 1, eos_ids(model, tokenizer))
+        wrong = {*prompt, *answer} - {*range(vocab)}
+        if wrong:
+            raise ValueError(f"the model has tokens from 0 to {vocab - 1}, and not {min(wrong)!r}")
     except Exception as error:  # a template and a tokenizer raise errors of any kind
-        raise InputError("--data must hold texts that the model's tokenizer takes, got "
-                         f"{row['where']}: {shorten(error)}") from error
+        raise InputError("--data must hold prompts and answers that the model's tokenizer takes, "
+                         f"got {row['where']}: {explain(error)}") from error
     return prompt, answer
 
 
@@ -154,9 +135,12 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
 
     tools    what the assistant may call
     returns  the text up to the answer, and the answer with all that the template adds to it
-    raises   ValueError where the template leaves out a text of the answer, or begins answers in two
-             ways. What it leaves out of the messages before, it leaves out of a prompt as well
+    raises   ValueError if the messages do not end so, or if the template leaves out a text of the
+             answer or begins answers in two ways. What it leaves out of the messages before, it
+             leaves out of a prompt as well
     """
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise ValueError("its messages are not two or more, with the assistant's at the end")
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     whole = render(messages)
     opened = render(messages[:-1], add_generation_prompt=True)

@@ -21,7 +21,6 @@ A GPU decodes like this unless the command line says `--no-graphs`. Nothing else
 depends on this file. results/gpu.md has what it brings.
 """
 import gc
-import time
 
 import torch
 import torch.nn.functional as F
@@ -99,12 +98,11 @@ class StaticCache(KVCache):
 class GraphedLM(EngineLM):
     """Be a CachedLM whose passes are captured, once for each shape, and then replayed.
 
-    captured         the graphs, by the number of slots, by the taps, and by the shape of their
-                     inputs: [1, rows], of embeddings [1, rows, d]. After the first pass of a shape
-                     it has the pass itself
-    capture_seconds  what captures took
-    waits            whether the first pass of a shape is not captured. The check on loading goes
-                     through a replay, so it does not wait
+    captured  the graphs, by the number of slots, by the taps, and by the shape of their inputs:
+              [1, rows], of embeddings [1, rows, d]. After the first pass of a shape it has the
+              pass itself
+    waits     whether the first pass of a shape is not captured. The check on loading goes through a
+              replay, so it does not wait
     """
 
     def __init__(self, model, vocab: int | None = None, waits: bool = True):
@@ -114,7 +112,6 @@ class GraphedLM(EngineLM):
                              f"{type(model).__name__}")
         self.cache = StaticCache()
         self.captured = {}
-        self.capture_seconds = 0.0
         self.waits = waits
 
     def run_model(self, inputs, positions, mask, keep: int):
@@ -133,11 +130,9 @@ class GraphedLM(EngineLM):
             if name not in self.captured and self.waits:
                 self.captured[name] = run
             elif self.captured.get(name, run) == run:
-                began = time.perf_counter()
                 # Graphs of older buffers are freed. Another CachedLM may have renewed them.
                 self.captured = {x: self.captured[x] for x in self.captured if x[0] == name[0]}
                 self.captured[name] = self.graph_of(tensors)
-                self.capture_seconds += time.perf_counter() - began
             run = self.captured[name]
         logits, features = run(*tensors)
         self.features = features[:n].clone()

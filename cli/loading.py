@@ -1,12 +1,11 @@
 """Tells which file of a model is at fault when loading fails, and runs chat templates.
 
-`load` of support/engine.py says what transformers says. The functions here look at a directory that
-could not be loaded, so that its user learns which file is wrong and what to do about it."""
-from functools import partial
+`load` of support/engine.py says what transformers says. Here a directory that could not be loaded is
+looked at, so that its user learns which file is wrong and what to do about it."""
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from common import InputError
 from support.engine import load
@@ -31,28 +30,14 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     try:
         return load(path, device, dtype)
     except InputError as error:
-        found = find_fault(folder, str(error.__cause__))  # whole: the error's own text is cut
-        if not found:
-            raise
-        raise InputError(f"expected a model that can be loaded, got {path!r}: {found}") from error
-
-
-def find_fault(folder: Path, said: str) -> str:
-    """Say what is wrong with a model's directory, if transformers does not say it itself.
-
-    folder   the directory
-    said     what transformers said about it
-    returns  an empty text if its own words are enough
-    """
-    if "trust_remote_code" in said:
-        return "it brings code of its own, which is never run here"
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            check_file(file)
-            safe_open(file, "pt")  # it reads where each tensor lies
-        except (SafetensorError, OSError, ValueError) as error:
-            return f"{file.name} is cut off or damaged: {shorten(error)}"
-    return ""
+        if "trust_remote_code" in str(error.__cause__):  # whole: the error's own text is cut
+            raise InputError("expected a model that needs no code of its own, which is never run "
+                             f"here, got {path!r}") from error
+        for file in sorted(folder.glob("*.safetensors")):
+            with explain_errors("a file of weights that is not cut off or damaged", file):
+                check_file(file)
+                safe_open(file, "pt")  # it reads where each tensor lies
+        raise
 
 
 # ------------------------------------------------------------------------------- the prompts
@@ -86,13 +71,9 @@ def fill_template(tokenizer, text: str) -> str:
 
     raises   InputError where there is no template, or where it does not take the prompt
     """
-    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
-        filled = render([{"role": "user", "content": text}])
-        # A template may change a text, such as its blanks. Then another text shows if it is used.
-        if text not in filled and filled == render([{"role": "user", "content": f"{text}?"}]):
-            raise ValueError("it leaves the prompt out")
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                             add_generation_prompt=True)
     except Exception as error:  # a template is a program of somebody else's
         raise InputError("--chat must find a chat template that takes a prompt, but the model's "
                          f"says: {shorten(error) or type(error).__name__}") from error
-    return filled

@@ -15,7 +15,7 @@ import itertools
 import signal
 import sys
 from argparse import Namespace
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -29,9 +29,9 @@ from transformers.utils import logging
 from cli.graphs import GraphedLM
 from cli.loading import encode_prompts, load_checked
 from cli.options import MODELS, parse_decoding, read_options, select_options
-from cli.run import Run, count_guesses, doubt_head, kind_for
+from cli.run import Run, count_guesses, kind_for
 from cli.text import MOST, read_arguments, set_encodings, stream
-from cli.trace import Trace, make_page
+from cli.trace import make_page, watch
 from common import InputError, KVCache, Sampler, autoregressive, context_length, eos_ids
 from support.engine import EngineLM, check, make_cache, require, vocab_size
 from support.files import check_result, shorten, write_text
@@ -79,8 +79,8 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
     takes, given = signature(method).parameters, args.draft or []
     if given and "draft" not in takes:
         raise InputError(f"--draft is no option of {method.__name__}, got {given[0]!r}")
-    if len(given) > 1 and "more_drafts" not in takes:
-        raise InputError(f"--draft must be given once for {method.__name__}, got {len(given)}")
+    require(len(given) < 2 or "more_drafts" in takes, "draft",
+            f"given once for {method.__name__}", len(given))
     paths = [args.target]
     if "draft" in takes:
         paths += given or [f"{MODELS}/draft"]
@@ -105,14 +105,14 @@ class Session:
 
     models      by the names "target", "draft", "draft 2", …, and so the tokenizers
     run_as      the kind of CachedLM that models run as
-    trace       a Trace that records all runs, or None
+    traced      the records of all runs, which stay empty without --trace
     """
 
     def __init__(self, args: Namespace, method, report: Callable, extras: Extras):
         self.args = args
         self.report = report
         self.shared = extras.shared
-        self.trace = None
+        self.traced = []
         models = load_models(args, method)
         self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
         self.models = {name: pack(model) if args.pack else model
@@ -122,10 +122,8 @@ class Session:
         self.run_as = EngineLM
         graphs = args.graphs
         if graphs is None:
-            graphs = self.on_gpu and extras.graphs
-            if graphs and any(type(make_cache(x)) is not KVCache for x in self.models.values()):
-                print("graphs are off: a model has recurrent layers", file=sys.stderr)
-                graphs = False
+            plain = all(type(make_cache(x)) is KVCache for x in self.models.values())
+            graphs = self.on_gpu and extras.graphs and plain  # not with recurrent layers
         if graphs:
             self.run_as = GraphedLM
             for model in self.models.values():
@@ -135,9 +133,8 @@ class Session:
         self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))
         longest = max(map(len, self.prompts))
-        if longest >= self.context:
-            raise InputError("expected prompts that are shorter than the context of "
-                             f"{self.context} tokens, got {longest}")
+        require(longest < self.context, "prompt",
+                f"shorter than the context of {self.context} tokens", longest)
         require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
         heat = args.temperature
         require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
@@ -183,8 +180,8 @@ class Session:
         try:
             for text, prompt in zip(self.texts, self.prompts):
                 chunks = self.answer(run, prompt)
-                if self.trace:
-                    chunks = self.trace.watch(run, prompt, chunks)
+                if args.trace:
+                    chunks = watch(self.traced, run, prompt, chunks)
                 # Wrong options are refused by the first chunk, before anything is printed.
                 chunks = itertools.chain([next(chunks)], chunks)
                 if show and len(self.prompts) > 1:
@@ -195,9 +192,14 @@ class Session:
                     list(chunks)
         finally:  # also after Ctrl-C
             if show and run.tokens:
-                said = [str(run), self.report(run), doubt_head(run)]
-                print("\n".join(filter(None, said)), file=sys.stderr)
+                print(run, self.report(run), sep="\n", file=sys.stderr)
         return run
+
+    def write_trace(self) -> None:
+        """Write the page of --trace. If nothing was decoded, an older page stays as it is."""
+        if any(run["rounds"] for run in self.traced):
+            write_text(self.args.trace, make_page(self.traced, self.tokenizers))
+            print(f"trace: {self.args.trace.resolve()}", file=sys.stderr)
 
 
 def explain_slowdown(run: Run, ar: Run) -> str:
@@ -260,24 +262,9 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
     print("fastest:", *(f"--{name} {options[name]}" for name in ranges if name in options))
 
 
-@contextmanager
-def record_trace(session: Session, path: Path) -> Iterator[None]:
-    """Keep what is decoded inside a `with`, and write its page, also after Ctrl-C.
-
-    If nothing was decoded, an older page stays as it is.
-    """
-    trace = session.trace = Trace()
-    try:
-        yield
-    finally:
-        if any(run["rounds"] for run in trace.runs):
-            write_text(path, make_page(trace.runs, session.tokenizers))
-            print(f"trace: {path.resolve()}", file=sys.stderr)
-
-
 # ---------------------------------------------------------------------------------- the steps
 
-def perform(methods: list, report, argv: list[str], extras: Extras) -> int | None:
+def perform(methods: list, report, argv: list[str] | None, extras: Extras) -> int | None:
     """Do what a command line says: answer prompts with a method, or tune the method's options."""
     args = parse_decoding(methods, extras.commands, extras.target, argv)
     method = next(f for f in methods if f.__name__ == args.method)
@@ -289,9 +276,11 @@ def perform(methods: list, report, argv: list[str], extras: Extras) -> int | Non
         tune(session, method, options, extras.ranges)
         return 0
     viewers = extras.viewers if args.show == "always" else {}
-    with record_trace(session, args.trace) if args.trace else nullcontext():
+    try:
         run = session.decode(method, options, viewers.get(method, stream))
         return compare(session, run, extras.lossy) if args.compare else 0
+    finally:  # also after Ctrl-C
+        session.write_trace()
 
 
 PIPE = getattr(signal, "SIGPIPE", signal.SIGTERM)  # Windows has none
@@ -308,17 +297,15 @@ def run_script(act: Callable[[], int | None]) -> int:
 
     act      what is run. It returns the exit status, or nothing if all went well
     returns  the exit status. It is 2 for wrong input, which one line on stderr then names. It
-             is 128 and the signal's number after Ctrl-C and after what else ends a run like that:
-             SIGTERM, SIGHUP and a closed pipe. Otherwise it is what `act` returned
+             is 128 and the signal's number after Ctrl-C, SIGTERM and a closed pipe. Otherwise it is
+             what `act` returned
     """
     set_encodings()
     logging.set_verbosity_error()
     hub.set_verbosity_error()  # offline it would print two lines for each of its attempts
     logging.disable_progress_bar()
     signal.signal(PIPE, signal.SIG_IGN)  # so that print raises BrokenPipeError
-    for number in signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` ignores stays ignored
-            signal.signal(number, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
         return act() or 0
     except BrokenPipeError:  # as of `| head`, which asks for no more words
@@ -326,16 +313,13 @@ def run_script(act: Callable[[], int | None]) -> int:
     except (InputError, OSError, SafetensorError, UnicodeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a mistake of this project, not of its user
-        said = f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}"
-        status = 2
+        print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stopped:
-        said = "\ninterrupted"
-        status = 128 + (stopped.args or [signal.SIGINT])[0]
+        print("\ninterrupted", file=sys.stderr)
+        return 128 + (stopped.args or [signal.SIGINT])[0]
     finally:
         signal.signal(PIPE, signal.SIG_DFL)  # what is still to be printed may end the process
-    with suppress(OSError):  # a terminal that is gone
-        print(said, file=sys.stderr)
-    return status
 
 
 def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None,
@@ -349,5 +333,4 @@ def main(methods: list, report: Callable = count_guesses, argv: list[str] | None
     returns  the exit status. It is 1 if --compare found a difference, and else that of
              `run_script`
     """
-    argv = sys.argv[1:] if argv is None else argv
     return run_script(lambda: perform(methods, report, argv, Extras(**extras)))

@@ -83,11 +83,8 @@ def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
     target    the default model, a folder of models/
     """
     file = Path(getfile(function))
-    name = os.path.relpath(file, MODELS.parent)
-    if file.parent.name == "survey":
-        name = f"-m survey.{file.stem}"
-    elif file.parent.name == "hybrid":
-        name = "-m hybrid"
+    modules = {"survey": f"-m survey.{file.stem}", "hybrid": "-m hybrid"}
+    name = modules.get(file.parent.name, os.path.relpath(file, MODELS.parent))
     usage = "\n       ".join(f"python {name} {call}" for call in calls)
     doc = sys.modules[function.__module__].__doc__ or ""  # none under `python -OO`
     first, _, rest = doc.partition("\n\n")

@@ -1,14 +1,10 @@
 """Runs one method on one prompt after another, and keeps what it wrote and what that took."""
 import time
-from inspect import signature
 from os.path import commonprefix
 from typing import Iterator
 
 from common import Sampler, until
 from support.engine import EngineLM
-
-FIRST = 64  # tokens of an answer by which a head is doubted
-ENOUGH = 16  # guesses that must have been tried for that
 
 
 def kind_for(method, run_as: type[EngineLM]) -> type[EngineLM]:
@@ -44,30 +40,6 @@ def count_guesses(run) -> str:
     if drafts:
         said += f"; {sum(draft.calls for draft in drafts)} draft calls"
     return said
-
-
-def doubt_head(run) -> str:
-    """Say in a line that a trained head fits the target badly. An empty text if it does not.
-
-    A head that reads the wrong layers, or whose tokens are shifted, leaves the text as it is, and
-    nobody would notice. Its guesses for the first tokens of the first answer are compared with one
-    guess for all of them, the most frequent token. If this one is right more often, the head is
-    doubted. Trees hold several guesses for a token, so only a head that is quite wrong is found.
-
-    run      the run. Its method has the option `adapter` if a head guesses
-    """
-    text, right, tried, end = run.outputs[0][:FIRST], 0, 0, 0
-    for record in run.log:
-        end += record.get("accepted", 0) + 1
-        if guesses_of(record) and end <= len(text):  # a round ends with a wrong guess
-            right, tried = right + record["accepted"], tried + record["accepted"] + 1
-    if "adapter" not in signature(run.method).parameters or tried < ENOUGH:
-        return ""
-    constant = max(map(text.count, text)) / len(text)
-    if right / tried >= constant:
-        return ""
-    return (f"the head fits this model badly: {right / tried:.0%} of its guesses are right, and "
-            f"{constant:.0%} would be of one token alone")
 
 
 class Run:
@@ -129,12 +101,9 @@ class Run:
     def __str__(self) -> str:
         """Say in one line how fast the run was, and which model took how much of the time."""
         calls = self.models["target"].calls
-        captures = [getattr(lm, "capture_seconds", 0.0) for lm in self.models.values()]
         shares = [f"{name} {(lm.seconds + lm.prompt_seconds) / self.seconds:.0%}"
                   for name, lm in self.models.items()]
         setup = f"; set-up {self.setup:.1f} s" if self.setup else ""
-        if any(captures):
-            setup += f"; captures of graphs, {sum(captures):.1f} s, are counted"
         return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s "
                 f"({self.tokens / self.seconds:.1f} tokens/s), {calls} target calls "
                 f"({self.tokens / calls:.2f} tokens per call); of the time {', '.join(shares)}"

@@ -2,7 +2,6 @@
 
 Text that comes in and goes out is UTF-8, whatever the locale of the machine says."""
 import io
-import os
 import sys
 from argparse import ArgumentParser
 from typing import Iterator
@@ -20,12 +19,8 @@ def set_encodings() -> None:
     """Make stdout and stderr take every character: what is printed must not end a run.
 
     A file or a pipe gets UTF-8. A terminal may read another encoding, so it keeps its own, and what
-    this encoding lacks is printed as a question mark. A stream that was closed before the program
-    began, as by `>&-`, becomes the null device, since Python has None in its place.
+    this encoding lacks is printed as a question mark.
     """
-    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
             encoding = stream.encoding if stream.isatty() else "utf-8"
@@ -35,22 +30,18 @@ def set_encodings() -> None:
 def read_arguments(given: list[str]) -> list[str]:
     """Return the texts of --prompt, among which "-" stands for standard input.
 
-    All are UTF-8. Standard input may begin with a byte order mark. Where the locale is another one,
-    Python hides the bytes of an argument in surrogates, which no tokenizer takes. UnicodeError for
-    what is not UTF-8.
+    Standard input is UTF-8 and may begin with a byte order mark. UnicodeError if it is not UTF-8.
     """
     if "-" in given:
         sys.stdin.reconfigure(encoding="utf-8-sig")
-    return [sys.stdin.read() if text == "-"
-            else text.encode("utf-8", "surrogateescape").decode("utf-8") for text in given]
+    return [sys.stdin.read() if text == "-" else text for text in given]
 
 
 class Parser(ArgumentParser):
     """An argument parser whose messages are one short line, whatever they quote."""
 
     def error(self, message: str) -> None:
-        said = shorten(message, MOST)
-        self.exit(2, f"{self.prog}: error: {said} (--help lists all options)\n")
+        self.exit(2, f"{self.prog}: error: {shorten(message, MOST)} (--help lists all options)\n")
 
 
 # ------------------------------------------------------------------------------ tokens as text
@@ -93,27 +84,17 @@ class TokenTexts:
         text = self.decode(self.ids)
         piece = text.rstrip(HALF)[self.given:]
         self.given += len(piece)
-        self.forget(text)
+        if len(self.ids) >= 2 * KEPT:  # a long answer must not become slower and slower
+            rest = self.decode(self.ids[-KEPT:])
+            gone = len(text) - len(rest)
+            if text.endswith(rest) and gone <= self.given:
+                self.ids = self.ids[-KEPT:]
+                self.given -= gone
         return piece
 
     def finish(self) -> str:
         """Return what was held back, because the text is over."""
         return self.decode(self.ids)[self.given:]
-
-    def forget(self, text: str) -> None:
-        """Drop old tokens, so that a long answer does not become slower and slower.
-
-        The tokens that stay must have the end of the same text, with all that was not given away.
-
-        text   the text of all tokens that are kept so far
-        """
-        if len(self.ids) < 2 * KEPT:
-            return
-        rest = self.decode(self.ids[-KEPT:])
-        gone = len(text) - len(rest)
-        if text.endswith(rest) and gone <= self.given:
-            self.ids = self.ids[-KEPT:]
-            self.given -= gone
 
 
 def split_text(tokenizer, ids: list[int], skip_special_tokens: bool = True) -> list[str]:

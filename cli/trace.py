@@ -1,9 +1,9 @@
 """Writes the page of `--trace FILE.html`, which steps through every call of a run.
 
-No method knows that it is recorded. While a run lasts, three methods of the class CachedLM
-(PATCHED) are replaced: each replacement calls the original, then writes down what happened.
-Afterwards the originals are put back. The calls of `once` are left out. Slow work waits until the
-round is over, when no clock runs.
+No method knows that it is recorded. While a run lasts, three methods of the class EngineLM are
+replaced: each replacement calls the original, then writes down what happened. Afterwards the
+originals are put back, and also inside `once`, whose calls only try what was read from a file. Slow
+work waits until the round is over, when no clock runs.
 
 An example is the round of a method that guesses 7 or 8 after the root 5:
 
@@ -44,7 +44,7 @@ from cli.text import split_text
 from support.engine import EngineLM, depth_of
 
 PAGE = Path(__file__).with_name("trace.html")
-PATCHED = ("forward", "commit", "truncate")
+ORIGINALS = {name: getattr(EngineLM, name) for name in ("forward", "commit", "truncate", "once")}
 TOLD = 16  # the first numbers of an embedding, which tell its token
 
 
@@ -53,10 +53,8 @@ class Recorder:
 
     def __init__(self):
         self.began = None  # when the first call began
-        self.loading = 0  # how many `once` run, whose calls try what was read from a file
         self.lms = {}  # lm: its number, in the order of their first call
         self.calls = []  # of the present round
-        self.unread = []  # of this round: a call, its model, its rows, the likeliest tokens
         self.pending = defaultdict(dict)  # by lm, {row: its call} of rows not committed
         self.final = defaultdict(dict)  # by lm, {place in the text: its call} of committed rows
 
@@ -65,30 +63,18 @@ class Recorder:
 
         A note gets the model, the method's first argument, its result, and when it began and ended.
         """
-        original, note = getattr(EngineLM, name), getattr(self, f"note_{name}")
+        note = getattr(self, f"note_{name}")
 
         def recorded(lm, given, *args, **options):
             given = given if isinstance(given, (int, torch.Tensor)) else [*given]
             began = time.perf_counter()
-            result = original(lm, given, *args, **options)
+            result = ORIGINALS[name](lm, given, *args, **options)
             ended = time.perf_counter()
             # Before a model's first call, passes whose logits nobody reads are parts of a prompt.
-            if not self.loading and (lm in self.lms or options.get("keep") != 0):
+            if lm in self.lms or options.get("keep") != 0:
                 note(lm, given, result, began, ended)
             return result
         return recorded
-
-    def wrap_once(self) -> Callable:
-        """Return what takes the place of `EngineLM.once`, whose calls are not written down."""
-        original = EngineLM.once
-
-        def once(*given, **options):
-            self.loading += 1
-            try:
-                return original(*given, **options)
-            finally:
-                self.loading -= 1
-        return once
 
     def note_forward(self, lm, ids, logits, began, ended) -> None:
         if self.began is None:
@@ -96,19 +82,20 @@ class Recorder:
         first = len(lm.parents) - len(ids)
         call = {"lm": self.lms.setdefault(lm, len(self.lms)), "parents": lm.parents[first:],
                 "time": [round(1000 * (x - self.began), 3) for x in (began, ended)],
-                "first": first, "kept": []}
+                "ids": ids, "best": logits.argmax(-1), "first": first, "kept": []}
         self.pending[lm] |= dict.fromkeys(range(first, len(lm.parents)), call)
         self.calls.append(call)
-        self.unread.append((call, lm, ids, logits.argmax(-1)))
 
     def take_calls(self) -> list[dict]:
         """Return the calls of the round that is over, with their tokens and the likeliest ones."""
-        for call, lm, ids, best in self.unread:
-            call["ids"] = find_tokens(lm, ids)
-            # The first rows may have no logits.
-            call["best"] = [-1] * (len(ids) - len(best)) + best.tolist()
+        lms = [*self.lms]
         calls = self.calls
-        self.calls, self.unread = [], []
+        for call in calls:
+            best = call["best"].tolist()
+            call["ids"] = find_tokens(lms[call["lm"]], call["ids"])
+            # The first rows may have no logits.
+            call["best"] = [-1] * (len(call["ids"]) - len(best)) + best
+        self.calls = []
         return calls
 
     def note_commit(self, lm, path, *_) -> None:
@@ -122,6 +109,12 @@ class Recorder:
         self.pending.pop(lm, None)
         for place in [place for place in self.final[lm] if place >= length]:
             self.final[lm].pop(place)["kept"].pop()
+
+
+def call_unrecorded(*given, **options):
+    """Take the place of `EngineLM.once` in a run that is recorded."""
+    with patch.multiple(EngineLM, **ORIGINALS):
+        return ORIGINALS["once"](*given, **options)
 
 
 def embed_all(embed: torch.nn.Module) -> torch.Tensor:
@@ -147,38 +140,33 @@ def find_tokens(lm: EngineLM, ids) -> list[int]:
     return [found[0] if found else -1 for found in same]
 
 
-class Trace:
-    """Hold the runs of a command, each with its calls."""
+def watch(runs: list[dict], run, prompt: list[int],
+          chunks: Iterator[list[int]]) -> Iterator[list[int]]:
+    """Yield the chunks of an answer, and keep the calls that made them.
 
-    def __init__(self):
-        self.runs = []
-
-    def watch(self, run, prompt: list[int], chunks: Iterator[list[int]]) -> Iterator[list[int]]:
-        """Yield the chunks of an answer, and keep the calls that made them.
-
-        run     the `Run` that answers
-        chunks  what run.decode gives for this prompt
-        """
-        recorder = Recorder()
-        known = {lm: name for name, lm in run.models.items()}
-        record = {"method": run.method.__name__, "prompt": prompt, "rounds": []}
-        self.runs.append(record)
-        logged = len(run.log)
-        wrapped = {name: recorder.wrap(name) for name in PATCHED} | {"once": recorder.wrap_once()}
-        with patch.multiple(EngineLM, **wrapped):
-            for chunk in chunks:
-                calls = recorder.take_calls()
-                if not record["rounds"]:  # a round ends with a call of the model that verifies
-                    record["target"] = calls[-1]["lm"]
-                # A model that the method made itself is called by the number of its layers.
-                record["lms"] = [known.get(lm, f"{depth_of(lm.model)} layers")
-                                 for lm in recorder.lms]
-                log = run.log[-1] if len(run.log) > logged else {}
-                record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls})
-                logged = len(run.log)
-                yield chunk
-        for step in record["rounds"]:
-            trim_round(step, record["target"])
+    runs    the records, which get one of this answer
+    run     the `Run` that answers
+    chunks  what run.decode gives for this prompt
+    """
+    recorder = Recorder()
+    known = {lm: name for name, lm in run.models.items()}
+    record = {"method": run.method.__name__, "prompt": prompt, "rounds": []}
+    runs.append(record)
+    logged = len(run.log)
+    wrapped = {name: recorder.wrap(name) for name in ("forward", "commit", "truncate")}
+    with patch.multiple(EngineLM, once=call_unrecorded, **wrapped):
+        for chunk in chunks:
+            calls = recorder.take_calls()
+            if not record["rounds"]:  # a round ends with a call of the model that verifies
+                record["target"] = calls[-1]["lm"]
+            # A model that the method made itself is called by the number of its layers.
+            record["lms"] = [known.get(lm, f"{depth_of(lm.model)} layers") for lm in recorder.lms]
+            log = run.log[-1] if len(run.log) > logged else {}
+            record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls})
+            logged = len(run.log)
+            yield chunk
+    for step in record["rounds"]:
+        trim_round(step, record["target"])
 
 
 def trim_round(step: dict, target: int) -> None:
@@ -203,15 +191,13 @@ def trim_round(step: dict, target: int) -> None:
 # ------------------------------------------------------------------------------------ the page
 
 def collect_tokens(runs: list[dict], names: list[str]) -> dict[str, set[int]]:
-    """Collect the tokens that the page shows, those of each model by its name.
+    """Collect the tokens of all calls, those of each model by its name.
 
     names   the models that have a tokenizer. Any other model reads the target's tokens
     """
     found = {name: set() for name in names}
     for run in runs:
-        found["target"].update(run["prompt"])
         for step in run["rounds"]:
-            found["target"].update(step["chunk"])
             for call in step["calls"]:
                 name = run["lms"][call["lm"]]
                 found[name if name in found else "target"].update(call["ids"] + call["best"])

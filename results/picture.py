@@ -9,7 +9,7 @@ from html import escape
 
 from bench import AR, ROOT, Bench, parser_of, run_script  # it sets the path for what follows
 from cli.text import split_text
-from cli.trace import Trace
+from cli.trace import watch
 from support.files import write_text
 
 SLOWER = 30
@@ -104,9 +104,9 @@ def record(bench: Bench, line: str, prompt: list[int]) -> dict:
     ours = bench.row(line)
     ours(prompt)
     ours.new_round()
-    trace, run = Trace(), ours.start_run()
-    list(trace.watch(run, prompt, run.decode(prompt, ours.limit, ours.sample)))
-    return trace.runs[0]
+    records, run = [], ours.start_run()
+    list(watch(records, run, prompt, run.decode(prompt, ours.limit, ours.sample)))
+    return records[0]
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ def test_a_shape_that_is_used_once_is_not_captured(gpu):
     for n in 3, 4, 30, 1, 32, 2:
         lm.forward([5] * n)
         lm.truncate(99)
-    assert widths == [4, 32] and lm.capture_seconds > 0
+    assert widths == [4, 32]
 
 
 def test_masks_of_two_kinds_are_captured(gpu):

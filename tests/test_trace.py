@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cli.run import Run
-from cli.trace import PAGE, Trace, make_page
+from cli.trace import PAGE, make_page, watch
 from common import autoregressive, greedy
 from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
@@ -59,13 +59,13 @@ def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embed
         assert best == [[token] for token in checked(ar)]
 
 
-def watch_runs(prompt: list[int], n: int, *methods: tuple) -> tuple[Trace, list[list[int]]]:
-    """Decode n greedy tokens with methods on their models; return the trace, and each output."""
-    trace, outputs = Trace(), []
+def watch_runs(prompt: list[int], n: int, *methods: tuple) -> tuple[list[dict], list[list[int]]]:
+    """Decode n greedy tokens with methods on their models; return the records and the outputs."""
+    records, outputs = [], []
     for method, models in methods:
         run = Run(method, {name: EngineLM(model) for name, model in models.items()}, {}, set())
-        outputs.append(tokens_of(trace.watch(run, prompt, run.decode(prompt, n, greedy)), n))
-    return trace, outputs
+        outputs.append(tokens_of(watch(records, run, prompt, run.decode(prompt, n, greedy)), n))
+    return records, outputs
 
 
 def test_a_tree_is_what_was_forwarded():
@@ -88,9 +88,9 @@ def test_a_tree_is_what_was_forwarded():
         target.commit([0])
         yield [12]
     run = Run(method, {"target": EngineLM(model)}, {}, set())
-    trace = Trace()
-    assert [*trace.watch(run, [3, 5], run.decode([3, 5], 4, None))] == [[7, 11, 10], [12]]
-    [known] = trace.runs
+    records = []
+    assert [*watch(records, run, [3, 5], run.decode([3, 5], 4, None))] == [[7, 11, 10], [12]]
+    [known] = records
     first, second = known["rounds"]
     tree, more = first["calls"]
     assert (tree["ids"], tree["parents"], tree["first"]) == ([5, 7, 8], [-1, 0, 0], 0)
@@ -105,8 +105,8 @@ def test_text_is_shown_and_never_run(embedded):
     """A prompt of HTML is in the page as data only."""
     target, _, tokenizer = embedded
     prompt = tokenizer.encode("</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d")
-    trace, [answer] = watch_runs(prompt, 3, (autoregressive, {"target": target}))
-    written = make_page(trace.runs, {"target": tokenizer})
+    records, [answer] = watch_runs(prompt, 3, (autoregressive, {"target": target}))
+    written = make_page(records, {"target": tokenizer})
     script, empty = PAGE.read_text().split("DATA")
     assert written.startswith(script) and written.endswith(empty)
     inside = written[len(script):len(written) - len(empty)]
@@ -121,16 +121,14 @@ def test_the_picture_is_small_and_shows_the_output(embedded):
     """Well-formed; the name and the text of each run, and below them a bar for each call."""
     target, draft, tokenizer = embedded
     prompt = tokenizer.encode("Write a function <b>. " + TEXT)
-    trace, outputs = watch_runs(prompt, 30, (speculative, {"target": target, "draft": draft}),
-                                (autoregressive, {"target": target}))
-    drawn = draw_picture(trace.runs, tokenizer)
+    records, outputs = watch_runs(prompt, 30, (speculative, {"target": target, "draft": draft}),
+                                  (autoregressive, {"target": target}))
+    drawn = draw_picture(records, tokenizer)
     assert len(drawn.encode()) < 60_000
     root, name = ElementTree.fromstring(drawn), "{http://www.w3.org/2000/svg}"
     texts = ["".join(x.itertext()) for x in root.iter(f"{name}text")]
     lines = [tokenizer.decode(x, skip_special_tokens=True).split("\n") for x in outputs]
     assert {"speculative", "token by token", *lines[0], *lines[1]} <= {*texts}
     bars = [x.attrib["class"] for x in root.iter(f"{name}rect")]
-    below = 62 + 19 * max(map(len, lines))
-    assert {x.attrib["y"] for x in root.iter(f"{name}rect")} == {str(below)}
-    calls = [call for run in trace.runs for step in run["rounds"] for call in step["calls"]]
+    calls = [call for run in records for step in run["rounds"] for call in step["calls"]]
     assert len(bars) == len(calls) and {*bars} == {"target", "draft"}
