@@ -18,7 +18,6 @@ like. The tests take each line through these columns, on a CPU or, with
     no caches            guesses and acceptances are those of models without a cache (naive.py),
                          where guesses are often accepted. And nothing stale is left of earlier
                          rounds: a method that begins anew with the text so far guesses the same
-    what is fed          is the text and guesses after it, and a token of the text is fed once
     passes of few shapes give the same text (cli/graphs.py)
     a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
                          (fake_cuda.py), and the real one where there is one
@@ -34,7 +33,6 @@ exact."""
 import copy
 import functools
 import itertools
-from collections import defaultdict
 from contextlib import nullcontext, suppress
 from typing import Callable, NamedTuple
 
@@ -52,7 +50,6 @@ from cli.graphs import GraphedLM
 from cli.run import kind_for
 from common import CachedLM, InputError, Sampler, autoregressive
 from fake_cuda import FakeCuda
-from fake_models import path_to
 from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, rand, tiny
 from helpers import tokens_of
 from hybrid import hybrid
@@ -403,59 +400,6 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
                for _, chunk, record in found)
     accepted = sum(len(chunk) > 1 for _, chunk, _ in found)
     assert accepted > 0 or name in ("bild, rollback 0", "another_tokenizer")
-
-
-def watch_what_is_fed(monkeypatch, text: list[int]) -> None:
-    """Let a model fail if it is fed anything but the text, or a token of it for a second time.
-
-    A node stands for a path, which begins with the cached context. The path and the text must be
-    equal as far as both go. Only the root, the text's last token, may have been fed before.
-
-    text   the text so far, to which the test appends
-    """
-    forward, commit = CachedLM.forward, CachedLM.commit
-    context, nodes, seen = defaultdict(list), defaultdict(list), defaultdict(set)
-
-    def watched_forward(lm, ids, *args, **options):
-        length, first = lm.length, len(lm.parents)
-        context[lm] = (context[lm] + text[len(context[lm]):])[:length]  # shorter after a rollback
-        logits = forward(lm, ids, *args, **options)
-        nodes[lm] = nodes[lm][:first] + torch.as_tensor(ids).tolist()
-        for node in range(first, len(lm.parents) if length else 0):
-            path = context[lm] + [nodes[lm][x] for x in path_to(node, lm.parents)]
-            again = tuple(path) in seen[lm] and len(path) < len(text)
-            assert path[:len(text)] == text[:len(path)] and not again
-            seen[lm].add(tuple(path))
-        return logits
-
-    def watched_commit(lm, path):
-        path = [*path]
-        commit(lm, path)
-        context[lm] = context[lm] + [nodes[lm][x] for x in path]
-    monkeypatch.setattr(CachedLM, "forward", watched_forward)
-    monkeypatch.setattr(CachedLM, "commit", watched_commit)
-
-
-@pytest.mark.parametrize("name", [name for name, line in (METHODS | LOSSY).items()
-                                  if name != "triforce" and line(model_of("llama")).drafts])
-def test_models_are_fed_the_text_and_each_token_once(name, monkeypatch):
-    """A draft keeps the rows of accepted guesses that it was fed, and is fed those that it was not.
-    Some rounds accept a whole draft, and others do not. TriForce's caches are in test_triforce.py.
-    """
-    model, lengths = model_of("llama", context=120, vocab_size=8), set()
-    line, options = (METHODS | LOSSY)[name](model), {}
-    if name == "another_tokenizer":  # the text is in the target's tokens
-        options["tokenizers"] = TOKENIZERS[:1] * 2
-    for sample in Sampler(0), Sampler(1.3, seed=1):
-        text = PROMPT * 4
-        with monkeypatch.context() as patch:
-            watch_what_is_fed(patch, text)
-            target = kind_for(line.method, EngineLM)(model)
-            chunks = chunks_of(line, target, text[:], sample=sample, **options)
-            for chunk in itertools.islice(chunks, 9):
-                text += chunk
-                lengths.add(len(chunk))
-    assert min(lengths) < 5 <= max(lengths) or name == "bild, rollback 0"
 
 
 @pytest.mark.parametrize("name", sorted({*METHODS} - {"triforce"}))

@@ -270,21 +270,6 @@ def test_ctrl_c_at_any_line(tmp_path):
     assert number > 250
 
 
-def test_checkpoints_are_written_every_ten_minutes(tmp_path, monkeypatch):
-    """After two steps of 300 seconds 600 have passed, and more are asked for."""
-    now, written = [0.0], []
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
-    toy = Toy(tmp_path, steps=6, accumulate=1)
-    toy.training.steps_between_reports = 6
-
-    def loss_of(rng):
-        now[0] += 300
-        return toy.loss_of(rng)
-    monkeypatch.setattr(training, "write_whole", lambda *_: written.append(toy.training.done))
-    toy.training.train(loss_of, toy.evaluate)
-    assert [*dict.fromkeys(written)] == [0, 3, 6]
-
-
 LOOP = "She then has four apples. Tom is here. "
 
 
@@ -461,12 +446,6 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_pat
     assert model.generation_config is before and len({*map(len, expected)}) > 1
     [file] = tmp_path.iterdir()
     assert len(file.read_text().splitlines()) == 3
-
-
-def test_batches_have_a_number_of_tokens_and_the_longest_prompts_come_first(monkeypatch):
-    monkeypatch.setattr(training, "TOKENS", 60)  # two of 20 and 10 tokens, or four of 5 and 10
-    prompts = [[5] * n for n in (2, 3, 90, 4, 20, 5, 19)]
-    assert training.split_by_tokens(prompts, 10) == [[2], [4, 6], [5, 3, 1, 0]]
 
 
 def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
