@@ -1,10 +1,13 @@
 """These tests take common.py function by function: trees, passes, sampling, loading."""
+import collections
+import gc
 import math
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig
 from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
                                                     TopPLogitsWarper)
@@ -16,7 +19,7 @@ from common import (CachedLM, InputError, Sampler, autoregressive, context_lengt
                     greedy, trie, until, walk)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, MORE_FAMILIES, OTHERS, VOCAB, tiny
-from helpers import ROOT, prefill
+from helpers import ROOT, note_calls, prefill
 from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM, check, load
@@ -117,6 +120,40 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
             for ours, theirs in zip(buffers_of(lm), buffers_of(fresh)):
                 torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
                                            **CLOSE)
+
+
+def test_attention_reads_the_buffers_themselves(monkeypatch):
+    """Grouped-query attention under a mask gets views of the cache, with a head for each key head:
+    no copy for each query head."""
+    lm, seen = CachedLM(tiny("llama")), note_calls(monkeypatch, F, "scaled_dot_product_attention")
+    prefill(lm, [3, 4, 5])
+    lm.forward([6, 7, 8, 9], [-1, 0, 0, 1])
+    assert len(seen) == 3 * 2  # passes and layers
+    for (_, *pair, _), buffers in zip(seen[-2:], lm.cache.layers.values()):
+        assert all(x.data_ptr() == b.data_ptr() and x.shape[1] == 2 for x, b in zip(pair, buffers))
+
+
+@pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])
+def test_buffers_double_and_nothing_else_grows(run_as):
+    """The buffers are renewed a few times for 500 tokens in 125 calls. They never have more than
+    twice the slots that were used, and the number of tensors, lists and other objects stays."""
+    lm = run_as(tiny("llama", max_position_embeddings=600))
+    lm.start([3, 4])
+    sizes, before = [], None
+    while lm.length < 498:
+        lm.forward([5, 6, 7, 8, 9, 10], [-1, 0, 0, 2, 3, 1])
+        used = lm.length + 6
+        for buffer in buffers_of(lm):  # two key heads, a head size of 8, float32
+            assert buffer.untyped_storage().nbytes() == buffer.shape[2] * 2 * 8 * 4
+        sizes.append(buffers_of(lm)[0].shape[2])
+        assert used <= sizes[-1] <= (2 * used if run_as is CachedLM else 3 * used + 300)
+        lm.commit([0, 2, 3, 4])
+        if lm.length == 202:
+            before = collections.Counter(map(type, gc.get_objects()))
+    gc.collect()
+    grown = collections.Counter(map(type, gc.get_objects())) - before
+    assert max(grown.values(), default=0) < 100, grown
+    assert len({*sizes}) < 12 and sizes == sorted(sizes)
 
 
 # -------------------------------------------------------------------------------------- misuse
