@@ -2,7 +2,7 @@
 sampling with the same probability for each text. This is the page to open first if you doubt it.
 
 It proves that for tiny random models in float32. They are of 19 families for each way in which a
-method reads more of a model than logits, and of three families for the others. It does not prove
+method reads more of a model than logits, and of four families for the others. It does not prove
 that a trained part guesses well, that anything is fast, or that half precision rounds alike. The
 tests of the single methods check that each of them is its paper's method. That text is cut rightly
 at a limit or at the end of an answer is in test_common.py.
@@ -64,10 +64,11 @@ from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eag
 from toy_tokenizers import TOKENIZERS
 
 ALL = FAMILIES | MORE_FAMILIES
-# Three families have all that a method can meet that only feeds tokens and reads logits: rotary
-# positions, positions from a table, and layers with windows. They suffice as well for a method that
-# reads of a model what another one reads too: LayerSkip as an early exit, PaSS and SPACE as BiTA.
-SIX = ["llama", "gpt2", "gemma3", *RECURRENT]
+# Four families have all that a method can meet that only feeds tokens and reads logits: rotary
+# positions, positions from a table, layers with windows, and a layer with a state. They suffice as
+# well for a method that reads of a model what another one reads too: LayerSkip as an early exit,
+# PaSS and SPACE as BiTA. That each kind of state is that of a path is in test_common.py.
+FOUR = ["llama", "gpt2", "gemma3", "qwen3.5"]
 READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, mtp, triforce]
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
 near = functools.cache(families.near)  # the same draft wherever a line names it
@@ -275,7 +276,7 @@ def list_rows() -> list[tuple[str, str]]:
     rows, reading = [], {module.__name__ for module in READING}
     for name in METHODS:
         file = METHODS[name](model_of("llama")).method.__module__
-        rows += [(name, family) for family in (ALL if file in reading else SIX)]
+        rows += [(name, family) for family in (ALL if file in reading else FOUR)]
         reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
 
@@ -303,7 +304,7 @@ def test_greedy_text_is_autoregressive_text(name, family, monkeypatch):
             check_greedy(name, model, PROMPT, 16)
         return
     check_greedy(name, model, PROMPT, 16)
-    if family in [*SIX, "opt"]:
+    if family in [*FOUR, "opt"]:
         monkeypatch.setattr(CachedLM, "PART", 16)
         check_greedy(name, model, [2] * (END - 5), 5)
         check_greedy(name, model, [5], 4)
@@ -461,7 +462,7 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
     if name == "ouroboros" and sample.temperature > 0:
         pytest.skip("its guesses are the draft's likeliest tokens at any temperature")
     options, whole = PERFECT[name]
-    for family in {*SIX} - {*REFUSED.get(name, [])}:
+    for family in {*FOUR} - {*REFUSED.get(name, [])}:
         model = model_of(family)
         line = METHODS[name](model)
         line = line._replace(drafts=[model for _ in line.drafts])
