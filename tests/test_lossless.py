@@ -154,8 +154,7 @@ METHODS = {
         speculative.speculative, dict(gamma=4, verification="block"), [near(model, 0.02)],
         dict(gamma=2, verification="block")),
     "specinfer": lambda model: Line(
-        several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2),
-        vocab=4),
+        several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
     "specinfer, two drafts": lambda model: Line(
         several_drafts.specinfer, dict(gamma=4, K=2), [near(model, 0.05), near(model, 0.1)],
         dict(gamma=1, K=2)),

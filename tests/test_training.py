@@ -26,7 +26,7 @@ from support.settings import Settings, use_settings
 from training.loop import (Training, answer_all, collect_answers, compute_in_parts, cosine,
                            divergence, find_frequent, fit_part, prepare_training, read_texts,
                            sample_alike, warm_cosine, warm_linear)
-from trainings import PROMPTS, TRAININGS, WORDLESS, list_changes, make_llama, run
+from trainings import PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
 
 # ------------------------------------------------------------------------------------ the loop
@@ -138,7 +138,7 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
     torch.testing.assert_close(x.grad, 2 * x)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
     """Batches give the states that decoding gives, even if a training multiplies in bfloat16. No
     text keeps the states of its batch in memory."""
@@ -189,18 +189,6 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(size, tmp_path):
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(InputError, match="expected a checkpoint; without it .*, got .*toy-"):
         Toy(tmp_path)
-
-
-def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(tmp_path, monkeypatch):
-    """Where a disk is full torch raises a RuntimeError, and one of several lines. No checkpoint has
-    the name of a whole one."""
-    def fill_disk(state, file):
-        file.write_text("half of it")
-        raise RuntimeError("unexpected pos 407680\nvs 407568")
-    monkeypatch.setattr(torch, "save", fill_disk)
-    with pytest.raises(InputError, match="a folder that takes a checkpoint, got .* 407680 vs 40"):
-        train_toy(tmp_path)
-    assert [*tmp_path.glob("*.pt")] == [*tmp_path.glob(".new-*.pt")]
 
 
 def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
@@ -359,7 +347,7 @@ def test_another_training_never_goes_on_from_what_is_there(line, tmp_path, monke
     assert files[0] == files[1] and len({*files}) == len(files) - 1, files
 
 
-@EACH
+@pytest.mark.parametrize("line", [line for line in TRAININGS if line not in TWINS])
 def test_parts_of_logits_change_nothing(line, tmp_path, monkeypatch):
     """AdamW makes whole steps of gradients that are nearly 0, so a few weights may differ."""
     ends = []
