@@ -138,7 +138,7 @@ def run_as_script(folder, name: str, argv: list[str]) -> None:
 
 
 def argv_of(name: str, text: str) -> list[str]:
-    argv = ["--target", f"{ROOT}/models/target", "--prompt", text, "--max-new-tokens", "24"]
+    argv = ["--target", f"{ROOT}/models/target", "--prompt", text, "--max-new-tokens", "12"]
     if name in ("speculative", "ouroboros", "mjsd"):
         argv += ["--draft", f"{ROOT}/models/draft"]
     return argv + ["--adapter", f"{ROOT}/models/bita.safetensors"] * (name == "bita")
@@ -160,7 +160,7 @@ def run_copies(top, text: str) -> int:
             lms = [kind(model) for kind, (model, _) in zip(kinds, models) if kind]
             tokenizer = models[0][1]
             how = {"adapter": f"{ROOT}/models/bita.safetensors"} if name == "bita" else {}
-            chunks = common.until(function(*lms, tokenizer.encode(text), **how), 24)
+            chunks = common.until(function(*lms, tokenizer.encode(text), **how), 12)
             ids = [token for chunk in chunks for token in chunk]
             print(f"\n{MARK}{method} from Python\n{tokenizer.decode(ids)}", flush=True)
     for name in SIX:
@@ -184,7 +184,7 @@ def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_pa
         (tmp_path / folder).symlink_to(ROOT / folder)
     target, _, tokenizer = embedded
     text = read_prompts(ROOT / "models/examples.jsonl")[0]
-    ids = tokens_of(autoregressive(CachedLM(target), tokenizer.encode(text)), 24)
+    ids = tokens_of(autoregressive(CachedLM(target), tokenizer.encode(text)), 12)
     expected = tokenizer.decode(ids).strip()
     process, _, out, err = fork(run_copies, tmp_path, text)
     found, errors = out.read(), err.read()
@@ -195,7 +195,7 @@ def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_pa
                        *(f"{x} from Python" for x in EXACT | OTHERS)}
     assert {said[x].strip() for x in said if "mjsd" not in x} == {expected}
     assert all(said[x].strip() for x in said)
-    assert len(re.findall(r"^24 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)
+    assert len(re.findall(r"^12 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)
     assert len(re.findall("target calls", errors)) == len(SIX)
 
 

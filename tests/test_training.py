@@ -377,7 +377,7 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
         checked.clear()
         for _ in updates:
             yield random.Random(0)
-        assert len(checked) == 6 and checked[-1][1] < checked[0][1]
+        assert len(checked) == 4 and checked[-1][1] < checked[0][1]
         curves.append(training.curve)
         ends.append(parameters_to_vector(training.parameters.values()).tolist())
         assert not [name for name, p in training.parameters.items()
@@ -386,7 +386,7 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
     for changed in None, order[0]:
         model, plain = make_llama(), make_llama()
         prompts = [[50, 51] if n == changed else p for n, p in enumerate(PROMPTS)]
-        run(line, tmp_path / str(changed), model, prompts, steps=6, batch=8)
+        run(line, tmp_path / str(changed), model, prompts, steps=4, batch=8)
         if not line.startswith("cllm"):  # which trains the model itself
             assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert ends[0] == ends[1]
