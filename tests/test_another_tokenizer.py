@@ -90,12 +90,6 @@ def test_half_a_character_at_the_end_of_a_text_is_fed():
     assert translation.encode([0, 1]) == [2, 0] and translation.encode([1, 0]) == [2]
 
 
-def test_an_end_that_the_draft_has_no_logits_for_is_not_shared():
-    tokenizers = [letters(text, eos_token="<end>") for text in ("ab", "ba")]
-    lms = [EngineLM(tiny("llama"), size) for size in (3, 2)]
-    assert Translation(*lms, tokenizers).both[0].tolist() == [0, 1]
-
-
 def test_ids_without_tokens_are_text_of_no_bytes():
     """A model has logits beyond its tokenizer, and says such tokens."""
     target, draft, prompt = EngineLM(tiny("llama")), EngineLM(tiny("llama", 1)), [2, 3, 4]

@@ -11,7 +11,7 @@ from common import InputError
 from fake_cuda import FakeCuda
 from helpers import main
 from survey import sequoia
-from trainings import PROMPTS, TRAININGS, make_llama, run
+from trainings import PROMPTS, TRAININGS, TWINS, make_llama, run
 
 
 # -------------------------------------------------------------------------- what CUDA refuses
@@ -62,9 +62,6 @@ def test_what_cuda_takes_and_how_many_launches_that_are():
 
 # ----------------------------------------------------------------------------------- trainings
 
-TWINS = {  # another line runs all the code of each
-    "bita train --P 3 --M 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
-    "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
 OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "hybrid.hybrid fit"]
 
 

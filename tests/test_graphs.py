@@ -97,17 +97,6 @@ def check_replayed(method, lms: list[GraphedLM], **options) -> None:
     assert not {lm.cache for lm in lms} & {*ran}
 
 
-def test_a_shape_that_is_used_once_is_not_captured(gpu):
-    """A clock that learns may try a width only once, and a capture takes as long as many passes."""
-    lm, widths = GraphedLM(on_gpu("llama")), []
-    lm.graph_of = lambda tensors: widths.append(tensors[1].shape[1]) or lm.whole_pass
-    lm.start([5] * 100)
-    for n in 3, 4, 30, 1, 32, 2:
-        lm.forward([5] * n)
-        lm.truncate(99)
-    assert widths == [4, 32]
-
-
 def test_masks_of_two_kinds_are_captured(gpu):
     model = on_gpu("gemma3")
     check_replayed(speculative, [GraphedLM(model), GraphedLM(near(model, 0.01))])

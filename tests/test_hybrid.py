@@ -135,13 +135,6 @@ def test_a_part_reads_all_pairs_that_wait(kind):
     assert not any(part.predict().values())
 
 
-@pytest.mark.parametrize("price, least, most", [(0.01, 20, 64), (0.1, 2, 18), (9.0, 1, 1)])
-def test_trees_are_as_wide_as_pays(price, least, most):
-    ngrams = NGrams("abcabdab", Datastore("q"), HALF)
-    ids, parents, chances = grow_hybrid(ngrams, None, [], 64, price)
-    assert least <= len(ids) == len(parents) == len(chances) <= most
-
-
 def test_a_round_is_grown_by_its_price(monkeypatch):
     """But no node has a chance below LEAST, and with --nodes there is no price. The target's
     choices after rejected nodes are learnt too."""

@@ -80,13 +80,6 @@ def test_at_temperature_0_drafts_begin_with_different_tokens():
     assert next(specinfer(target, draft, [7, 2], gamma=3, K=1)) == [5]  # speculative decoding
 
 
-def test_each_model_makes_its_own_drafts_alone():
-    """Of 3 drafts the second of two models makes one: a row for each of its tokens."""
-    target, first, second = (ScriptedLM(lambda tokens: torch.zeros(10 ** 4)) for _ in range(3))
-    next(specinfer(target, first, [1, 2], gamma=3, K=3, more_drafts=[second], sample=Sampler(1.0)))
-    assert (first.rows, second.rows) == (5, 3)
-
-
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_guess_of_no_probability_is_never_accepted(rule):
     p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([0.5, 0.5])

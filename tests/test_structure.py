@@ -4,7 +4,6 @@ every option."""
 import ast
 import functools
 import importlib
-import inspect
 import os
 import re
 import runpy
@@ -34,8 +33,6 @@ def name_of(file: str) -> str:
 
 SIX = ["speculative", "jacobi", "ouroboros", "mjsd", "bita", "cllm"]
 FILES = [name_of(file) for file in list_files(".", "survey", "hybrid") if find_functions(file)]
-METHODS = [(name_of(file), method) for file in list_files(".", "survey", "hybrid")
-           for method in find_functions(file)]
 
 
 def functions_of(name: str) -> tuple[list, list]:
@@ -123,52 +120,6 @@ def test_imports_run_one_way(name):
         assert {x.split(".")[0] for x in imported([last])} == {"cli"} | small
 
 
-def decode_alone(top, text: str) -> int:
-    """Decode by every method, each in its file's folder of `top`, in a process that forgets where
-    the project is. Returns the exit status."""
-    forget_project()
-    packages = [*sys.path]
-    own, loaded = {"common", *FILES}, {}
-    for name, method in METHODS:
-        sys.path = [str(top / name), *packages]
-        for module in [x for x in sys.modules if x in own or x.split(".")[0] in ROOMS]:
-            del sys.modules[module]
-        module, common = importlib.import_module(name), importlib.import_module("common")
-        assert module.__file__.startswith(str(top / name)) and module.Sampler is common.Sampler
-        function = getattr(module, method)
-        names = [x for x in ("target", "draft") if x in function.__annotations__]
-        loader = common if "." not in name else importlib.import_module("support.engine")
-        for x in names:
-            if (loader.__name__, x) not in loaded:
-                found = loader.load(f"{ROOT}/models/{x}", "cpu", "float32")
-                loaded[loader.__name__, x] = found
-        models, tokenizers = zip(*(loaded[loader.__name__, x] for x in names))
-        few = {"nodes": 4, "depth": 2, "k": 1, "tokenizers": tokenizers}
-        options = {x: few[x] for x in few if x in inspect.signature(function).parameters}
-        lms = [function.__annotations__[x](model) for x, model in zip(names, models)]
-        chunks = function(*lms, tokenizers[0].encode(text), **options)
-        print(method, sum(len(chunk) for chunk in common.until(chunks, 4)))
-    return 0
-
-
-def test_a_method_file_runs_in_a_folder_with_common_alone(tmp_path):
-    """A folder for each file, in which all of its methods decode. In survey/ what the file needs
-    lies beside it, and models/ does everywhere."""
-    for name in FILES:
-        folder = tmp_path / name
-        for room in ("hybrid", "support", "survey", "training"):
-            (folder / room).mkdir(parents=True)
-        (folder / "models").symlink_to(ROOT / "models")
-        for file in {"common", *copied_with(name)}:
-            (folder / path_of(file).relative_to(ROOT)).write_text(path_of(file).read_text())
-    text = read_prompts(ROOT / "models/examples.jsonl")[0]
-    process, _, out, err = fork(decode_alone, tmp_path, text)
-    found, errors = out.read().splitlines(), err.read()
-    process.join()
-    assert process.exitcode == 0, errors
-    assert found == [f"{method} 4" for _, method in METHODS]
-
-
 EXACT = {"speculative": "speculative", "jacobi": "jacobi", "ouroboros": "ouroboros",
          "bita": "bita", "cllm": "cllm"}  # the first method of each file
 OTHERS = {"lookahead": "jacobi", "prompt_lookup": "jacobi"}  # more exact methods of these files
@@ -187,7 +138,7 @@ def run_as_script(folder, name: str, argv: list[str]) -> None:
 
 
 def argv_of(name: str, text: str) -> list[str]:
-    argv = ["--target", f"{ROOT}/models/target", "--prompt", text, "--max-new-tokens", "24"]
+    argv = ["--target", f"{ROOT}/models/target", "--prompt", text, "--max-new-tokens", "12"]
     if name in ("speculative", "ouroboros", "mjsd"):
         argv += ["--draft", f"{ROOT}/models/draft"]
     return argv + ["--adapter", f"{ROOT}/models/bita.safetensors"] * (name == "bita")
@@ -195,7 +146,7 @@ def argv_of(name: str, text: str) -> list[str]:
 
 def run_copies(top, text: str) -> int:
     """Run each of the six as a script, and the exact ones from Python by their default arguments,
-    all in folders that hold the file and common.py only."""
+    in folders that hold the file and common.py only. Then run the six in a copy of the project."""
     forget_project()
     for name in SIX:
         print(f"\n{MARK}{name}", flush=True)
@@ -209,54 +160,42 @@ def run_copies(top, text: str) -> int:
             lms = [kind(model) for kind, (model, _) in zip(kinds, models) if kind]
             tokenizer = models[0][1]
             how = {"adapter": f"{ROOT}/models/bita.safetensors"} if name == "bita" else {}
-            chunks = common.until(function(*lms, tokenizer.encode(text), **how), 24)
+            chunks = common.until(function(*lms, tokenizer.encode(text), **how), 12)
             ids = [token for chunk in chunks for token in chunk]
             print(f"\n{MARK}{method} from Python\n{tokenizer.decode(ids)}", flush=True)
+    for name in SIX:
+        print(f"\n{MARK}{name} by cli", flush=True)
+        run_as_script(top, name, [*argv_of(name, text)[2:], "--show", "never"])
     return 0
 
 
 MARK = "== "
 
 
-def test_a_copied_pair_is_a_script_and_a_module(tmp_path, embedded):
-    """Its text is AR's: as a script, which prints a line of figures too, and from Python."""
+def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_path, embedded):
+    """A copied pair writes AR's text, as a script, which prints a line of figures too, and from
+    Python. So do the command lines without survey/, hybrid/, training/ and results/."""
     for name in SIX:
-        (tmp_path / name).mkdir()
-        for file in "common", name:
-            (tmp_path / name / f"{file}.py").write_text((ROOT / f"{file}.py").read_text())
+        for folder in tmp_path, tmp_path / name:
+            folder.mkdir(exist_ok=True)
+            for file in "common", name:
+                (folder / f"{file}.py").write_text((ROOT / f"{file}.py").read_text())
+    for folder in "cli", "support", "models":
+        (tmp_path / folder).symlink_to(ROOT / folder)
     target, _, tokenizer = embedded
     text = read_prompts(ROOT / "models/examples.jsonl")[0]
-    ids = tokens_of(autoregressive(CachedLM(target), tokenizer.encode(text)), 24)
+    ids = tokens_of(autoregressive(CachedLM(target), tokenizer.encode(text)), 12)
     expected = tokenizer.decode(ids).strip()
     process, _, out, err = fork(run_copies, tmp_path, text)
     found, errors = out.read(), err.read()
     process.join()
     assert process.exitcode == 0, errors
     said = dict(x.split("\n", 1) for x in found.split(MARK)[1:])
-    assert {*said} == {*SIX, *(f"{x} from Python" for x in EXACT | OTHERS)}
-    assert {said[x].strip() for x in said if x != "mjsd"} == {expected} and said["mjsd"].strip()
-    assert len(re.findall(r"^24 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)
-
-
-def run_from_copy(top, text: str) -> int:
-    """Decode by the command line of each of the six in a copy of the project."""
-    forget_project()
-    for name in SIX:
-        run_as_script(top, name, [*argv_of(name, text)[2:], "--show", "never"])
-    return 0
-
-
-def test_the_six_need_no_other_method_and_no_training(tmp_path):
-    """Their command lines decode in a copy without survey/, hybrid/, training/ and results/."""
-    for name in "common", *SIX:
-        (tmp_path / f"{name}.py").write_text((ROOT / f"{name}.py").read_text())
-    for folder in "cli", "support", "models":
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    text = read_prompts(ROOT / "models/examples.jsonl")[0]
-    process, _, out, err = fork(run_from_copy, tmp_path, text)
-    _, errors = out.read(), err.read()
-    process.join()
-    assert process.exitcode == 0, errors
+    assert {*said} == {*SIX, *(f"{x} by cli" for x in SIX),
+                       *(f"{x} from Python" for x in EXACT | OTHERS)}
+    assert {said[x].strip() for x in said if "mjsd" not in x} == {expected}
+    assert all(said[x].strip() for x in said)
+    assert len(re.findall(r"^12 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)
     assert len(re.findall("target calls", errors)) == len(SIX)
 
 
@@ -363,8 +302,8 @@ def test_docstrings_explain_every_option(name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
-    """--help prints the docstrings of all methods, or that of one command, and every option with
-    its default. The file's first paragraph comes before the options, and the rest after them."""
+    """--help prints the docstrings of all methods, or that of one command. The file's first
+    paragraph comes before the options, and the rest after them."""
     def strip_lines(text: str) -> str:
         return "\n".join(line.strip() for line in text.strip().splitlines())
     monkeypatch.setenv("COLUMNS", "40")  # no line of a docstring is filled again
@@ -376,11 +315,6 @@ def test_help_prints_every_docstring_whole(capsys, monkeypatch, name):
         assert out.index(first) < out.index("\noptions:\n") < out.index(rest)
         for function in shown:
             assert strip_lines(function.__doc__) in out
-            title = re.search(rf"^{function.__name__}\(.*", out, re.M)[0]
-            for option, (_, default) in read_options(function).items():
-                assert re.search(rf"^--(no-)?{option.replace('_', '-')}\b", out, re.M), option
-                known = default is not inspect.Parameter.empty
-                assert (f"{option}={default!r}" in title) == known
 
 
 # ------------------------------------------------------------------------------------- mutants

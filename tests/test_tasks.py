@@ -62,13 +62,6 @@ def test_the_embedded_target_knows_its_tasks(task, embedded):
     assert not any(tasks.loops(answer) for _, answer in pairs)
 
 
-def test_the_command_prints_prompts_of_every_task(capsys, tmp_path):
-    tasks.main(["2"])
-    (tmp_path / "prompts").write_text(capsys.readouterr().out)
-    some = [e.prompt for task in tasks.TASKS for e in tasks.take(task, "train", 2, -2)]
-    assert read_prompts(tmp_path / "prompts") == some and any("\n" in x for x in some)
-
-
 # ------------------------------------------------------------------------- files of prompts
 
 def rows(*rows: dict) -> bytes:

@@ -26,7 +26,7 @@ from support.settings import Settings, use_settings
 from training.loop import (Training, answer_all, collect_answers, compute_in_parts, cosine,
                            divergence, find_frequent, fit_part, prepare_training, read_texts,
                            sample_alike, warm_cosine, warm_linear)
-from trainings import PROMPTS, TRAININGS, WORDLESS, list_changes, make_llama, run
+from trainings import PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
 
 # ------------------------------------------------------------------------------------ the loop
@@ -138,7 +138,7 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
     torch.testing.assert_close(x.grad, 2 * x)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
     """Batches give the states that decoding gives, even if a training multiplies in bfloat16. No
     text keeps the states of its batch in memory."""
@@ -189,18 +189,6 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(size, tmp_path):
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(InputError, match="expected a checkpoint; without it .*, got .*toy-"):
         Toy(tmp_path)
-
-
-def test_a_checkpoint_that_cannot_be_written_is_said_in_a_line(tmp_path, monkeypatch):
-    """Where a disk is full torch raises a RuntimeError, and one of several lines. No checkpoint has
-    the name of a whole one."""
-    def fill_disk(state, file):
-        file.write_text("half of it")
-        raise RuntimeError("unexpected pos 407680\nvs 407568")
-    monkeypatch.setattr(torch, "save", fill_disk)
-    with pytest.raises(InputError, match="a folder that takes a checkpoint, got .* 407680 vs 40"):
-        train_toy(tmp_path)
-    assert [*tmp_path.glob("*.pt")] == [*tmp_path.glob(".new-*.pt")]
 
 
 def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
@@ -268,21 +256,6 @@ def test_ctrl_c_at_any_line(tmp_path):
         assert (again.train(), again.weights()) == expected, number
         assert len(again.sampled) == 2 * (2 - kept)
     assert number > 250
-
-
-def test_checkpoints_are_written_every_ten_minutes(tmp_path, monkeypatch):
-    """After two steps of 300 seconds 600 have passed, and more are asked for."""
-    now, written = [0.0], []
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
-    toy = Toy(tmp_path, steps=6, accumulate=1)
-    toy.training.steps_between_reports = 6
-
-    def loss_of(rng):
-        now[0] += 300
-        return toy.loss_of(rng)
-    monkeypatch.setattr(training, "write_whole", lambda *_: written.append(toy.training.done))
-    toy.training.train(loss_of, toy.evaluate)
-    assert [*dict.fromkeys(written)] == [0, 3, 6]
 
 
 LOOP = "She then has four apples. Tom is here. "
@@ -374,7 +347,7 @@ def test_another_training_never_goes_on_from_what_is_there(line, tmp_path, monke
     assert files[0] == files[1] and len({*files}) == len(files) - 1, files
 
 
-@EACH
+@pytest.mark.parametrize("line", [line for line in TRAININGS if line not in TWINS])
 def test_parts_of_logits_change_nothing(line, tmp_path, monkeypatch):
     """AdamW makes whole steps of gradients that are nearly 0, so a few weights may differ."""
     ends = []
@@ -404,7 +377,7 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
         checked.clear()
         for _ in updates:
             yield random.Random(0)
-        assert len(checked) == 6 and checked[-1][1] < checked[0][1]
+        assert len(checked) == 4 and checked[-1][1] < checked[0][1]
         curves.append(training.curve)
         ends.append(parameters_to_vector(training.parameters.values()).tolist())
         assert not [name for name, p in training.parameters.items()
@@ -413,7 +386,7 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
     for changed in None, order[0]:
         model, plain = make_llama(), make_llama()
         prompts = [[50, 51] if n == changed else p for n, p in enumerate(PROMPTS)]
-        run(line, tmp_path / str(changed), model, prompts, steps=6, batch=8)
+        run(line, tmp_path / str(changed), model, prompts, steps=4, batch=8)
         if not line.startswith("cllm"):  # which trains the model itself
             assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert ends[0] == ends[1]
@@ -461,12 +434,6 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_pat
     assert model.generation_config is before and len({*map(len, expected)}) > 1
     [file] = tmp_path.iterdir()
     assert len(file.read_text().splitlines()) == 3
-
-
-def test_batches_have_a_number_of_tokens_and_the_longest_prompts_come_first(monkeypatch):
-    monkeypatch.setattr(training, "TOKENS", 60)  # two of 20 and 10 tokens, or four of 5 and 10
-    prompts = [[5] * n for n in (2, 3, 90, 4, 20, 5, 19)]
-    assert training.split_by_tokens(prompts, 10) == [[2], [4, 6], [5, 3, 1, 0]]
 
 
 def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
