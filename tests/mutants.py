@@ -67,10 +67,7 @@ MUTANTS = {
         ("q = sample.probs(logits)  # [1, V]", "q = logits.softmax(-1)",
          "the draft forgets temperature, top-k and top-p"),
         ("target.commit(range(1 + accepted))", "target.commit(range(1 + gamma))",
-         "rejected guesses stay in the target's cache"),
-        ("draft.truncate(min(draft.length, len(text) - 1))",
-         "draft.truncate(min(draft.length - 1, len(text) - 1))",
-         "the draft loses a row after a whole draft was accepted")],
+         "rejected guesses stay in the target's cache")],
     "support/recurrent.py": [
         ("v = v - weights[..., :-n] @ old.transpose(0, 1)", "pass",
          "what kept tokens wrote is not replaced"),
