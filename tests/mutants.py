@@ -308,7 +308,7 @@ MUTANTS = {
         ("if not loss.isfinite():", "if loss.isinf():", "a loss of nan goes on")],
     "support/files.py": [
         ('if begins == "" or not', "if False and not", "a file of the user is lost"),
-        ("        write(fresh)\n", "        write(path)\n", "half a file takes the place")],
+        ("    write(fresh)\n", "    write(path)\n", "half a file takes the place")],
     "models/train.py": [
         ("vocab, target_read,\n                                   read).mean()",
          "vocab, read,\n                                   target_read).mean()",
