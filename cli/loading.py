@@ -1,7 +1,7 @@
 """Tells which file of a model is at fault when loading fails, and runs chat templates.
 
-`load` of support/engine.py says what transformers says. Here a directory that could not be loaded is
-looked at, so that its user learns which file is wrong and what to do about it."""
+`load` of support/engine.py says what transformers says. Here a directory that could not be loaded
+is looked at, so that its user learns which file is wrong and what to do about it."""
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache

@@ -1,7 +1,6 @@
 """Text that comes in and goes out: its encoding, and what is printed while tokens come."""
 import io
 import random
-import re
 import sys
 
 import pytest
@@ -11,18 +10,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cli.text import TokenTexts, read_arguments, split_text, stream
 from cli.trace import collect_tokens, say_tokens
-from mutants import read
-from test_structure import PROGRAMS
-
-
-# ------------------------------------------------------------------------------------ encodings
-
-def test_text_is_utf_8_on_every_machine():
-    """A call that opens text names its encoding: the one of the machine may be another."""
-    call = r"(?:\b(?:open|fdopen|TextIOWrapper)|\.(?:read|write)_text)(\((?:[^()]|\([^()]*\))*\))"
-    for name in PROGRAMS:
-        given = re.findall(call, read(name))
-        assert [x for x in given if "encoding=" not in x and not re.search(r'"\w?\+?b', x)] == []
 
 
 # ------------------------------------------------------------------------- the streams, messages
