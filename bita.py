@@ -62,7 +62,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 TREES = ("efficient", "full", "chain")
-RANKS = 10  # candidates of a mask whose accuracy is measured, for the command line's tree
+RANKS = 10  # candidates of a mask whose accuracy is measured
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
 
@@ -77,13 +77,10 @@ class Tuning(torch.nn.Module):
     prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. They are
               as attention reads them, and no position is rotated into them
     masks     embeddings of the mask tokens, [M, width]
-    accept    accept[j - 1][r] is how often the guess of rank r of mask j is right on held-out
-              answers. Rank 0 is the likeliest. The list is empty until the tuning is measured
 
-    title, facts, vocab and trainable() are what `save_trained` of support/parts.py asks for.
+    title, vocab and trainable() are what `save_trained` of support/parts.py asks for.
     """
     title = "prompt and mask tokens"
-    facts = ("accept",)
     vocab = None
 
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
@@ -97,7 +94,6 @@ class Tuning(torch.nn.Module):
         size = len(lm.cache.layers), 2, keys.shape[1], P, keys.shape[3]
         self.prompts = torch.nn.Parameter(0.02 * torch.randn(size, generator=rng))
         self.masks = torch.nn.Parameter(0.02 * torch.randn(M, lm.weight.shape[1], generator=rng))
-        self.accept = []
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.named_parameters())
@@ -350,7 +346,7 @@ def accuracy(model, tuning: Tuning, data: list, anchors: int) -> tuple[float, li
 
     data     the pairs
     anchors  the most anchors of an answer
-    returns  the loss, and how often each mask's guess of each rank is right, as `Tuning.accept`
+    returns  the loss, and how often each mask's guess of each rank is right
     """
     from support.parts import score_with
     score, rng = score_with(model), random.Random(0)
@@ -416,7 +412,7 @@ def load_tuning(path: str, model) -> Tuning:
 
     path     the safetensors file
     model    the model that it must be for. The file has some of its embeddings
-    returns  the tuning, with its accuracies. InputError if the file is damaged, of another kind, or
+    returns  the tuning. InputError if the file is damaged, of another kind, or
              for another model
     """
     try:
@@ -434,7 +430,6 @@ def load_tuning(path: str, model) -> Tuning:
             raise ValueError("it has numbers that are not finite")
         tuning = Tuning(model, header["P"], header["M"])
         tuning.load_state_dict(tensors)
-        tuning.accept = header["accept"]
     except Exception as error:  # readers of files raise all kinds, and so does a wrong header
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"expected a file of {Tuning.title} for this model, got {str(path)!r}: "

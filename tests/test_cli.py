@@ -135,8 +135,7 @@ def test_only_the_method_is_timed_and_no_further_than_needed(now):
 
 @pytest.mark.parametrize("file, reads, argv", [
     ("survey.medusa", "load_heads", "--nodes 3"),
-    ("survey.eagle", "load_draft", "--nodes 3"), ("survey.rest", "load_datastore", "--nodes 3"),
-    ("survey.sequoia", "load_rates", "--nodes 3 --depth 2")])
+    ("survey.eagle", "load_draft", "--nodes 3"), ("survey.rest", "load_datastore", "--nodes 3")])
 def test_a_trained_file_is_read_once_for_all_prompts(ask, monkeypatch, file, reads, argv):
     read = note_calls(monkeypatch, importlib.import_module(file), reads)
     status, _, err = ask(*TWO, "--max-new-tokens", "2", *argv.split(), file=file)

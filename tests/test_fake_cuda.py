@@ -14,7 +14,6 @@ from families import tiny
 from gpu_dry import count
 from helpers import main
 from support.engine import EngineLM
-from survey import sequoia
 from support.settings import Settings, use_settings
 from trainings import PROMPTS, TRAININGS, make_llama, run
 
@@ -70,13 +69,12 @@ def test_what_cuda_takes_and_what_is_counted():
 TWINS = {  # another line runs all the code of each
     "bita train --P 3 --M 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
     "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
-OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "hybrid.hybrid fit"]
+OTHERS = ["survey.draft_verify search", "hybrid.hybrid fit"]
 
 
 @pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), *OTHERS])
-def test_a_training_runs_on_the_simulated_gpu(line, tmp_path, monkeypatch):
+def test_a_training_runs_on_the_simulated_gpu(line, tmp_path):
     """It makes a step, and whatever comes before and after it."""
-    monkeypatch.setattr(sequoia, "TOKENS", 4)
     changes = {"steps": 1} if line in TRAININGS else {}
     with FakeCuda() as gpu, use_settings(Settings(recompute=True)):
         model = make_llama().to("cuda")
