@@ -62,7 +62,7 @@ def replay_answers(lm: EngineLM, data: list[tuple], store: Datastore,
             entries.append([(group, Counter(x)) for group, x in ngrams.list_entries("")])
             before = as_tokens(ngrams.text[-1])
             ngrams.add(token)
-            successors.learn(before, said[i][None], as_tokens(token))
+            successors.learn(before, said[i][None])
         for kind, part in parts.items():
             features = torch.cat([tapped[i] for i in part.taps], -1)
             guessed[kind] += replay_part(part, prompt, answer, features)

@@ -9,10 +9,10 @@ take more time than they save beside n-grams.
 import math
 
 from common import KVCache
-from support.clock import rank_tokens
 from support.engine import EngineLM, MODELS, depth_of, require
 from support.parts import load_facts, logits_of
 from support.released import is_head
+from support.trees import rank_tokens
 from survey.dflash import load_draft, run_block
 from survey.eagle import Pairs
 from survey.medusa import load_heads

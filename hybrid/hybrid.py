@@ -60,8 +60,9 @@ from common import Sampler, begin, greedy, walk
 from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
-from support.clock import MOST, Clock
+from support.clock import Clock
 from support.engine import EngineLM, MODELS, require
+from support.trees import MOST
 from survey.eagle import Pairs
 from survey.recycling import Successors
 from survey.rest import DATASTORE, as_text, as_tokens, load_datastore
@@ -176,7 +177,7 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
         path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
         # Tell all that guesses what became final.
-        ngrams.successors.learn(ids, logits, chunk)  # rejected nodes too
+        ngrams.successors.learn(ids, logits)  # rejected nodes too
         ngrams.add(as_text(chunk))
         if trained:
             trained.add(Pairs(target.features[path], chunk))

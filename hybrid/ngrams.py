@@ -7,8 +7,8 @@ An *entry* is one of these suffixes in one of these sources, with the tokens tha
 and how often each did.
 
 A third source has entries only for the last token: what the target itself said the last time that
-it was fed this token (recycling.py). These are its likeliest tokens, without their chances. How
-often a token of each rank was right so far counts as how often the token followed.
+it was fed this token (recycling.py). These are its likeliest tokens, without their chances. SAID
+stands for how often they followed.
 
 Start with a mass of 1. Each entry, the longest suffix first, takes a fixed share of what is left,
 its *trust*, and divides it among its followers in proportion to their counts. After "… sat on the":
@@ -44,6 +44,9 @@ LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 TEXT, STORE, TARGET = 0, 1, 2
 SOURCES = (TEXT, STORE, TARGET)
 SEEN = (1, 2, 5, 15)  # the upper bounds of the first four values of `often`
+# How often the target's eight likeliest tokens follow a token the next time, in proportion
+# (results/survey.md, Token Recycling).
+SAID = (24, 4, 2, 2, 1, 1, 1, 1)
 LEAST = 0.01  # where less mass than this is left, no further entry is asked
 
 
@@ -83,15 +86,14 @@ class NGrams:
         source   TEXT, STORE or TARGET
         s        the suffix
         returns  {token: how often it followed}. In the datastore, this is counted at a sample of
-                 many places. For what the target said, it is how often a token of this rank was
-                 right
+                 many places
         """
         if source == TEXT:
             return self.text_followers.get(s, Counter())
         if source == TARGET:
             token = as_tokens(s)[-1]
             row = self.successors.rows.get(token, []) if len(s) == 1 else []
-            return Counter(dict(zip(as_text(row), self.successors.hits)))
+            return Counter(dict(zip(as_text(row), SAID)))
         if s not in self.store_followers:
             counts = Counter(self.store.text[i] for i in self.store.find_places(s))
             del counts[BOUNDARY]  # the end of a text is followed by nothing

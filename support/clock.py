@@ -1,10 +1,8 @@
 """This file chooses how large a tree is: what makes the most tokens a second on this machine.
 
-A larger tree gives more tokens and costs more. The methods that plan trees know how often each
-guess is right. This file learns from the calls that they make what a call takes, and compares.
+A larger tree gives more tokens and costs more. How often each guess is right is learnt in trees.py.
+This file learns from the calls that are made what a call takes, and compares.
 
-    rate      how often a guess is accepted whose parent was
-    chance    how often a node is accepted: the product of the rates along its path
     tokens    to be expected of a call: the sum of the chances of all nodes, 1 of the root included
     speed     tokens / (seconds of the call + seconds of the guessing)
 
@@ -22,14 +20,12 @@ would take:
         a
         └────────────────────────────    rows
 """
-import heapq
 import itertools
 import time
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, NamedTuple
 
 from support.engine import EngineLM
-
-import torch
+from support.trees import MOST, best_tree
 
 # One more row of a call takes this share of the call's fixed part, before anything is known. The
 # numbers are those of 10M to 1B parameters on two CPU cores, and of 8B on a GPU.
@@ -37,42 +33,7 @@ SLOPES = {"cpu": 0.03, "cuda": 0.003}
 FADE = 0.98  # each new note multiplies the weight of the older ones by this, since contexts grow
 PRIOR = 64  # two imagined notes, of 0 and of this many rows, keep the line from tilting by chance
 EVERY = 64  # a choice is made again after as many passes, at the latest
-MOST = 64  # the most nodes of a tree
-RANKS = 10  # the most children of a node
 
-
-class Node(NamedTuple):
-    """Describe a node of a tree that is planned before its tokens are known."""
-    chance: float  # that the node is accepted: the product of the rates along its path
-    parent: int
-    depth: int  # the root has depth 0
-    rank: int  # among the children of its parent. The likeliest has rank 0
-
-
-def best_tree(accept: list[list[float]], n: int) -> list[Node]:
-    """Plan the tree of the n nodes that are likeliest to be accepted.
-
-    A node's children are never likelier than the node itself, so the heap gives the nodes in the
-    order of their chances, and each after its parent.
-
-    accept    accept[depth][rank] is the rate at which the child of this rank is accepted, if its
-              parent is accepted, which is a node of this depth
-    n         how many nodes the tree has at most, the root among them
-    returns   the nodes, the root first. The first m of them are the best tree of m nodes. The sum
-              of all chances is the number of tokens to be expected of a call
-    """
-    rates = [*accept, []]  # nodes of the last level have no children
-    tree, heap = [], [(-1.0, Node(1.0, -1, 0, 0))]
-    while heap and len(tree) < n:
-        _, node = heapq.heappop(heap)
-        tree.append(node)
-        for rank, rate in enumerate(rates[node.depth]):
-            child = Node(node.chance * rate, len(tree) - 1, node.depth + 1, rank)
-            heapq.heappush(heap, (-child.chance, child))
-    return tree
-
-
-# ------------------------------------------------------------------------------------- the clock
 
 class Costs:
     """Learn what something takes by its number of rows: the line of least squares.
@@ -148,7 +109,7 @@ class Clock:
 
         list_choices   a function that gives the choices
         """
-        self.begin()
+        self.read_passes()
         if self.plan is None or self.seen >= self.due:
             (a, b), (c, d) = self.calls.line(), self.steps.line()
 
@@ -158,6 +119,7 @@ class Clock:
                 return tokens / (1e-9 + a + b * rows + c * steps + d * guesses)
             self.plan = max(list_choices(), key=rate).plan
             self.due = self.seen + min(self.seen, EVERY)
+        self.begin()
         return self.plan
 
     def begin(self) -> None:
@@ -184,60 +146,15 @@ class Clock:
             self.steps.note(guesses / steps, max(0.0, seconds) / steps)
 
 
-def list_sizes(tree: list[Node]) -> Iterator[Choice]:
-    """Yield the sizes of a tree that one step fills: choices whose plans are its first n nodes.
+def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:
+    """List the best trees that one step fills, for the clock to choose from.
 
-    tree   the nodes, the likeliest first
+    rates   how often the guess of each rank is right (trees.py)
+    depth   the most levels of guesses
+    nodes   how many nodes a tree has, the root among them. 0: any number
+    returns choices whose plans are trees
     """
-    for n, tokens in enumerate(itertools.accumulate(node.chance for node in tree), 1):
-        yield Choice(tree[:n], tokens, n, 1, n)
-
-
-# ------------------------------------------------------------------------------ planned trees
-
-def rank_tokens(logits: torch.Tensor, vocab: torch.Tensor) -> tuple[list, list]:
-    """Return the RANKS likeliest tokens of logits [..., V'], and their chances, both [..., RANKS].
-
-    vocab   the tokens that the logits stand for, V' or more
-    """
-    # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
-    chances = logits.float().softmax(-1).nan_to_num(0.0)
-    best = chances.topk(min(RANKS, chances.shape[-1]))
-    # Both come from a GPU at once. A double holds every token exactly.
-    tokens, chances = torch.stack([vocab[best.indices].double(), best.values.double()]).cpu()
-    return tokens.long().tolist(), chances.tolist()
-
-
-def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], list[int]]:
-    """Put tokens into a planned tree.
-
-    A node for which there is no guess of its rank is left out, with all nodes below it.
-
-    plan      the nodes of the planned tree, the root first
-    root      the token of node 0
-    guess     guess(node, token) gives the guesses for a planned node after its parent's token, the
-              likeliest first
-    returns   ids and parents of the nodes that are kept
-    """
-    ids, parents = [root], [-1]
-    built = {0: 0}  # for each planned node that is kept its number in the tree
-    for i, node in enumerate(plan[1:], 1):
-        if node.parent not in built:
-            continue
-        parent = built[node.parent]
-        guesses = guess(node, ids[parent])
-        if node.rank < len(guesses):
-            built[i] = len(ids)
-            ids.append(guesses[node.rank])
-            parents.append(parent)
-    return ids, parents
-
-
-def keep_nodes(ids: list[int], parents: list[int], kept: list[int]) -> tuple[list, list]:
-    """Keep some nodes of a tree.
-
-    kept      the nodes, each after its parent; the first one is the root
-    returns   their ids and parents, in this order
-    """
-    new_number = {old: new for new, old in enumerate(kept)}
-    return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
+    tree = best_tree([rates] * depth, nodes or MOST)
+    tokens = itertools.accumulate(node.chance for node in tree)
+    choices = [Choice(tree[:n], x, n, 1, n) for n, x in enumerate(tokens, 1)]
+    return choices[-1:] if nodes else choices

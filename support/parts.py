@@ -6,10 +6,8 @@
     save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
     refuse_integers           refuses a model whose weights are quantised
-    draft_for                 a draft that has a model's tokenizer
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
-    follow                    the path of a tree along a known text
     head_for                  an LM head that has only some of a model's tokens
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
@@ -19,8 +17,8 @@ import json
 from pathlib import Path
 from typing import Callable
 
-from common import InputError, ancestor_mask, walk
-from support.engine import EngineLM, load
+from common import InputError
+from support.engine import EngineLM
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
 from support.packed import PackedLinear, pack
 
@@ -138,12 +136,10 @@ class Part(torch.nn.Module):
 
     title   what it is, in words that an error message can use
     taps    the layers whose inputs it reads (layers.py). None: it reads what the LM head reads
-    facts   names of attributes that its file keeps, as JSON. Training sets them (`fit_part`)
     vocab   [V'], the tokens that it can guess. None: it is for all tokens of the model
     """
     title = ""
     taps = None
-    facts = ("accept",)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return by name the parameters that are trained, and kept in a file."""
@@ -158,11 +154,10 @@ def save_trained(path: Path, part: Part, model, **form) -> None:
     model   the model that it is for
     form    what `make` of `load_trained` needs to make such a part again, and JSON can hold
     """
-    header = form | {name: getattr(part, name) for name in part.facts}
     every = len(model.get_output_embeddings().weight)
     if part.vocab is not None and len(part.vocab) < every:
-        header["vocab"] = part.vocab.tolist()
-    save_part(path, part.title, model, part.trainable(), **header)
+        form = form | {"vocab": part.vocab.tolist()}
+    save_part(path, part.title, model, part.trainable(), **form)
 
 
 def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
@@ -178,8 +173,6 @@ def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Par
     with explain_errors(f"a file of {title} for this model", path):
         header, tensors = load_part(path, title, model)
         part = make(header)
-        for name in part.facts:
-            setattr(part, name, header[name])
         if "vocab" in header and len(header["vocab"]) < len(part.vocab):
             part.keep(header["vocab"])
     fill(part.trainable(), tensors, path)
@@ -236,20 +229,6 @@ def load_facts(path: str | Path, models: dict, expected: str, parse: Callable):
 
 # ----------------------------------------------------------------------- helpers of trained parts
 
-def draft_for(model, tokenizer, path: str):
-    """Load a draft with the type and the device of a model.
-
-    model      the model that the draft is for
-    tokenizer  the model's tokenizer, whose vocabulary the draft must share
-    path       the draft's directory or hub id
-    returns    the draft's model. InputError if the draft's tokenizer has another vocabulary
-    """
-    draft, its_tokenizer = load(path, str(model.device), model.dtype)
-    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise InputError("expected a draft with the target's tokenizer, got another vocabulary")
-    return draft
-
-
 @torch.inference_mode()
 def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
     """Find out how a model turns the output x of its LM head into logits.
@@ -290,20 +269,6 @@ def score_with(model, head: torch.nn.Linear | None = None) -> Callable:
     def score(x: torch.Tensor) -> torch.Tensor:
         return to_logits(head(x.to(head.weight.dtype)).float())
     return score
-
-
-def follow(ids: list[int], parents: list[int], text: list[int]) -> list[int]:
-    """Find the path of a tree that a text takes.
-
-    ids, parents   the tree
-    text           the tokens after the root
-    returns        the nodes of the path, the root first
-    """
-    depths = ancestor_mask(parents).sum(-1) - 1  # [n], 0 of the root
-    # A node at depth d is followed by the text's token d. After the end of the text comes -1, which
-    # no node holds.
-    after = [*text[:len(ids)], *[-1] * len(ids)]
-    return walk(ids, parents, [after[depth] for depth in depths.tolist()])[0]
 
 
 def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:

@@ -46,12 +46,6 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The settings that are read of a draft of DFlash as well:
 DFLASH = ("num_hidden_layers", "layer_types", "attention_bias",
           "input_embedding_scale", "output_multiplier", "markov_rank")
-# The tree `mc_sim_7b_63` of Medusa's released code, for heads whose acceptance is not known.
-# A word is a node below the root: its digits are the ranks along its path.
-MEDUSA_TREE = """
-    0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40
-    21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90
-    060 0001 16 070""".split()
 ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 

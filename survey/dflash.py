@@ -55,7 +55,7 @@ The sums run over the guesses of all blocks. Here g_{k-1} is the token of the te
 
 Departures, besides those of EAGLE's sampling (eagle.py):
 - The tree. DFlash: a chain, one guess a row. Here: a tree as in DDTree, of as many nodes as pay.
-  Why: one pass gives the likeliest tokens of all rows. A released draft gets a tree of B nodes.
+  Why: one pass gives the likeliest tokens of all rows.
 - The Markov head, which DFlash lacks. DSpark: of rank 256. Here: 64. Why: small models have few
   tokens. With `--markov 0` a draft has DFlash's network.
 - The form. Paper: 5 layers, five taps, a mask token of its own, B of 8 to 16. Here: 2 layers, three
@@ -74,14 +74,15 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
-from support.clock import MOST, Choice, Clock, keep_nodes, rank_tokens
+from support.clock import Choice, Clock, list_sizes
 from support.engine import EngineLM, MODELS, depth_of
 from support.layers import read_taps, tap_widths
-from support.parts import Part, follow, save_trained, score_with
+from support.parts import Part, save_trained, score_with
 from support.released import describe_dflash, load_head, read_dflash
-from training.acceptance import Text, compute_features
+from support.trees import Acceptance, keep_nodes, rank_tokens
 from training.loop import (compute_frozen, count_tokens, fit_part, low_precision, prepare_training,
                            sample_alike, warm_cosine)
+from training.texts import Text, compute_features
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +92,6 @@ from transformers.models.qwen3.modeling_qwen3 import (Qwen3DecoderLayer, Qwen3RM
 
 ADAPTER = f"{MODELS}/dflash.safetensors"
 GAMMA = 4.0  # the loss of guess k weighs exp(-(k - 1) / GAMMA)
-EVERY = 4  # held-out answers are measured by a tree at each EVERY-th of their places
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -102,16 +102,13 @@ class BlockDraft(Part):
     model    the target
     config   what config.json of a released draft says (released.describe_dflash)
     seed     a seed for the random weights
-
-    tokens   tokens[n - 1] is how many tokens a call with a tree of n nodes gave on held-out
-             answers. It is empty before that is measured
     """
     title = "a DFlash draft"
-    facts = ("tokens",)
+    prior = 0.9  # for `Acceptance`. The embedded draft guesses 0.93 of the first tokens of blocks
 
     def __init__(self, model, config: dict, seed: int = 0):
         super().__init__()
-        self.config, self.tokens = config, []
+        self.config = config
         self.form, self.taps = read_dflash(config, model)
         self.B, h, rank = self.form.block_size, self.form.hidden_size, self.form.markov_rank
         self.embed, self.head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -228,16 +225,16 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     return keep_nodes(ids, parents, kept)
 
 
-def plan_block(draft: BlockDraft) -> Iterator[Choice]:
+def plan_block(rates: list[float], depth: int) -> Iterator[Choice]:
     """Yield all sizes of a tree, for the clock to choose from: plans that are numbers of nodes.
 
-    The tokens to be expected are those that a call with so many nodes gave on held-out answers. A
-    released draft has none, and gets B nodes, as many as its own code verifies.
+    The tree is taken to be as good as the one that `best_tree` plans by the rates of the ranks.
+
+    depth    the guesses of a block
     """
-    for n, tokens in enumerate(draft.tokens, 1):
-        yield Choice(n, tokens, n, n > 1, n)  # a tree of one node needs no block
-    if not draft.tokens:
-        yield Choice(draft.B, draft.B, draft.B, 1, draft.B)
+    for choice in list_sizes(rates, depth):
+        n = len(choice.plan)
+        yield choice._replace(plan=n, steps=n > 1)  # a tree of one node needs no block
 
 
 def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
@@ -250,7 +247,7 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
     adapter: file of a draft, made by `python -m survey.dflash train`, or the directory or hub id of
-             a released one, whose tree has a node for each row of its block if --nodes is 0
+             a released one
     Yields chunks of 1 to B tokens. Logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(load_draft, adapter, target.model)
@@ -259,9 +256,10 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
     # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
+    learnt = target.once(Acceptance, draft.prior, of=draft)
     clock = target.once(Clock, target, of=draft)
     while True:
-        n = nodes or clock.choose(lambda: plan_block(draft))
+        n = nodes or clock.choose(lambda: plan_block(learnt.rates(), draft.B - 1))
         ids, parents = [root], [-1]
         if n > 1 and unread:
             z = run_block(draft, cache, torch.cat(unread), root)[:, :target.vocab]
@@ -271,6 +269,7 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
         unread.append(target.features[path])
         root = chunk[-1]
         target.commit(path)
+        learnt.learn(parents, path, pruned=True)
         if nodes == 0 and n > 1:
             clock.note(1, n)
         if log is not None:
@@ -291,14 +290,13 @@ def sample_roots(text: Text, n: int, rng: random.Random) -> list[int]:
     return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
 
 
-def block_loss(draft: BlockDraft, score: Callable, texts: list[Text],
-               anchors: list[list[int]]) -> torch.Tensor:
-    """Compute the loss of the header, the weighted mean over all guesses of all blocks.
+def guess_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]]) -> tuple:
+    """Guess blocks after anchors of texts, where the Markov head reads the texts' own tokens.
 
-    score     turns what the target's LM head reads into logits [..., V] (parts.score_with)
-    texts     the texts of a step. Their features are what was tapped and, at the end, what the LM
-              head read
+    texts     the texts. Their features are what was tapped and, at the end, what the LM head read
     anchors   for each text equally many places of roots
+    returns   for each guess of a token of a text the logits [guesses, V], the token [guesses], what
+              the target's LM head read there [guesses, d], and how many guesses stand before it
     """
     device, width = draft.fc.weight.device, draft.fc.in_features
     ids, features = (pad_sequence(x, batch_first=True).to(device) for x in (
@@ -309,29 +307,25 @@ def block_loss(draft: BlockDraft, score: Callable, texts: list[Text],
     before = roots[..., None] + torch.arange(draft.B - 1, device=device)  # [N, G, B - 1]
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)
     text, block, k = (before + 1 < lengths[:, None, None]).nonzero(as_tuple=True)
-    before = before[text, block, k]  # for each guess [guesses] the place of the token before it
+    before = before[text, block, k]  # for each guess the place of the token before it
     logits = draft.add_markov(draft.score(hidden[text, block, k]), ids[text, before])
+    return logits, ids[text, before + 1], features[text, before, width:], k
+
+
+def block_loss(draft: BlockDraft, score: Callable, texts: list[Text],
+               anchors: list[list[int]]) -> torch.Tensor:
+    """Compute the loss of the header, the weighted mean over all guesses of all blocks.
+
+    score     turns what the target's LM head reads into logits [..., V] (parts.score_with)
+
+    The other arguments are those of `guess_blocks`.
+    """
+    logits, _, read, k = guess_blocks(draft, texts, anchors)
     with torch.no_grad():
-        target_probs = score(features[text, before, width:]).softmax(-1)  # [guesses, V]
+        target_probs = score(read).softmax(-1)  # [guesses, V]
     each = F.cross_entropy(logits, target_probs, reduction="none")
     weights = torch.exp(-k / GAMMA)
     return (weights * each).sum() / weights.sum().clamp(min=1e-9)
-
-
-@torch.inference_mode()
-def count_tree_tokens(draft: BlockDraft, texts: list[Text]) -> list[float]:
-    """Measure how many tokens calls with trees of 1, 2, … nodes give on held-out texts."""
-    counts, device = torch.zeros(MOST), draft.fc.weight.device  # counts[0] is the number of trees
-    for text in texts:
-        ids, anchors, cache = text.ids.to(device), [*list_anchors(text)[::EVERY]], KVCache()
-        draft.read(text.features[None, :, :draft.fc.in_features].to(device), cache)
-        hidden = draft(ids[None, anchors], torch.tensor([anchors], device=device), cache)
-        for anchor, z in zip(anchors, draft.score(hidden[0])):
-            tree, parents = grow_block(draft, z, ids[anchor].item(), MOST)
-            counts[follow(tree, parents, ids[anchor + 1:].tolist())] += 1
-    # counts[i] says how often the path had node i. The first n nodes are the tree of n nodes, so
-    # the path in that tree has those of its nodes that are below n.
-    return (counts.cumsum(0) / counts[0].clamp(min=1)).tolist()
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
@@ -369,11 +363,16 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         some = texts_of(sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i])))
         return block_loss(draft, score, some, [sample_roots(text, anchors, rng) for text in some])
 
+    @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
+        same = []
         with low_precision(model.device, model):
-            tokens = count_tree_tokens(draft, held_texts)
-        some = [round(tokens[n - 1], 2) for n in (4, 16, 64)]
-        return {"tokens": tokens}, f"held-out tokens per call {some} with 4, 16 and 64 nodes"
+            for text in held_texts:
+                roots = sample_roots(text, anchors, random.Random(0))
+                logits, tokens, *_ = guess_blocks(draft, [text], [roots])
+                same.append(logits.argmax(-1) == tokens)
+        right = torch.cat(same).float().mean().item()
+        return {"right": right}, f"held-out guesses right {right:.3f}"
     fit_part(draft, model, (config, batch, anchors), data, held_out, loss_of,
              evaluate, steps=steps, lr=lr, seed=seed, work=work, name="dflash", rate=warm_cosine)
     save_draft(out, draft, model)

@@ -40,9 +40,8 @@ Departures:
 - Sampling. Paper: EAGLE-1 draws children from the draft. Here: they are its likeliest tokens, and
   the target draws once at each node. Why: one rule serves greedy and sampled output.
 - The tree. EAGLE's paper: static and made by hand. EAGLE-2's: dynamic with 60 nodes, where the 10
-  likeliest of a level are expanded. Here: dynamic with n nodes, as many as pay in greedy decoding,
-  where n / 6 of a level are expanded. Why: costs differ. A released head gets 60 nodes as in its
-  own code, since no file says how often its guesses are right.
+  likeliest of a level are expanded. Here: dynamic with n nodes, as many as pay, where n / 6 of a
+  level are expanded. Why: costs differ. How often guesses are right is learnt while decoding.
 - Training. Paper: dialogues, a rate of 3e-5, betas .9 and .95, all rows in the cross-entropy. Here:
   the target's own greedy answers, 1e-3 with a cosine, betas .9 and .999, 512 rows of a step. Why:
   the draft guesses these answers, and small models need a higher rate.
@@ -56,13 +55,14 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
-from support.clock import MOST, RANKS, Choice, Clock, best_tree, keep_nodes, rank_tokens
+from support.clock import Choice, Clock
 from support.engine import EngineLM, MODELS, check
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle
-from training.acceptance import LEVELS, Text, compute_features, evaluate
+from support.trees import MOST, RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
                            fit_part, prepare_training, sample_alike, warm_cosine)
+from training.texts import Text, compute_features, evaluate
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ ADAPTER = f"{MODELS}/eagle.safetensors"
 # Training adds noise to features, uniform in ± NOISE. The released code scales it by 512 / T.
 NOISE = 0.1
 SAMPLED = 512  # how many rows of a step the cross-entropy reads
-RELEASED_NODES = 60  # of the released code's tree, in which RANKS nodes of each level get children
+LEVELS = 8  # the most levels of guesses that a tree has
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -98,17 +98,15 @@ class EagleLayer(Part):
     bias     whether `fc` has a bias, as some released heads have
     seed     of the random weights that it begins with
 
-    accept   accept[n][r], how often the guess of rank r is right on held-out answers, below a path
-             of n right guesses. It is empty before that is measured
     vocab    [V'], the tokens that the rows of the LM head stand for
     """
     title = "an EAGLE layer"
+    prior = 0.85  # for `Acceptance`. The embedded layer guesses 0.87 of held-out tokens
 
     def __init__(self, model, config: PreTrainedConfig | None = None, bias: bool = False,
                  seed: int = 0):
         super().__init__()
         self.config = config or make_config(model)
-        self.accept = []
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         e, f, h = table.weight.shape[1], head.weight.shape[1], self.config.hidden_size
         if not e == f == h:
@@ -178,18 +176,18 @@ def scale_levels(n: int, depth: int) -> list[int]:
 
     Of the first level it is the root. Of each other it is n / 6, as EAGLE-2 expands 10 of 60 nodes.
     """
-    most = min(RANKS, max(1, RANKS * n // RELEASED_NODES))
+    most = min(RANKS, max(1, n // 6))
     return [1, *[most] * (depth - 1)][:depth]
 
 
-def plan_eagle(draft: EagleLayer) -> Iterator[Choice]:
+def plan_eagle(rates: list[float]) -> Iterator[Choice]:
     """Yield trees of all sizes and depths, for the clock to choose from.
 
     A plan has the number of nodes of a tree, and for each level how many nodes get children. The
-    tree is taken to be as good as the one that `best_tree` plans by measured acceptance.
+    tree is taken to be as good as the one that `best_tree` plans by the rates of the ranks.
     """
-    whole = best_tree(draft.accept, MOST)
-    for depth in range(1 + len(draft.accept)):
+    whole = best_tree([rates] * LEVELS, MOST)
+    for depth in range(1 + LEVELS):
         tree = [node for node in whole if node.depth <= depth]
         for n, tokens in enumerate(accumulate(node.chance for node in tree), 1):
             levels = scale_levels(n, depth)
@@ -272,8 +270,7 @@ def eagle(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str =
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
     adapter: file of a draft layer, made by `python -m survey.eagle train`, or the directory or hub
-             id of a released head. Its tree is the released code's own, with 60 nodes if
-             --nodes is 0
+             id of a released head
 
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
@@ -293,13 +290,12 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
     pairs = Pairs(target.features, prompt[1:])
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
-    n = nodes or RELEASED_NODES
-    levels = scale_levels(n, min(LEVELS, n - 1))
+    n, levels = nodes, scale_levels(nodes, min(LEVELS, nodes - 1))
     clock = target.once(Clock, target, lm, of=draft)
-    choices = [*plan_eagle(draft)] if nodes == 0 and draft.accept else []
+    learnt = target.once(Acceptance, draft.prior, of=draft)
     while True:
-        if choices:
-            n, levels = clock.choose(lambda: choices)
+        if nodes == 0:
+            n, levels = clock.choose(lambda: plan_eagle(learnt.rates()))
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has only the root, and new pairs wait until a tree is grown.
         ids, parents = [root], [-1]
@@ -312,7 +308,8 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
         unfed.append(Pairs(target.features[path], chunk))
         root = chunk[-1]
         target.commit(path)
-        if choices:
+        learnt.learn(parents, path, pruned=True)
+        if nodes == 0:
             clock.note(len(levels), len(chunk) + sum(levels[1:]))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})

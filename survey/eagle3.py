@@ -50,11 +50,11 @@ from support.engine import EngineLM, MODELS, check, require, tap_layers
 from support.layers import choose_taps, read_taps, tap_widths
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle3
-from survey.eagle import decode
-from training.acceptance import compute_features, evaluate
 from support.settings import Pair
+from survey.eagle import decode
 from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
                            sample_alike, warm_linear)
+from training.texts import compute_features, evaluate
 
 import torch
 import torch.nn.functional as F
@@ -120,16 +120,15 @@ class Eagle3Layer(Part):
     seed      of the random weights that it begins with
     own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
               InputError if it is to stay so and the target's LM head is of another width
-
-    accept    accept[n][r], how often guess r is right below n right guesses, as in eagle.py
     """
     title = "an EAGLE-3 layer"
+    prior = 0.9  # for `Acceptance`. The embedded layer guesses 0.91 of held-out tokens
     decay = 0.8  # of the loss from pass to pass
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
                  form: Form = Form(), seed: int = 0, own_head: bool = True):
         super().__init__()
-        self.taps, self.form, self.accept = taps, form, []
+        self.taps, self.form = taps, form
         self.vocab = torch.tensor([*vocab], device=model.device)
         self.config, self.h, self.own_head = config, config.hidden_size, own_head
         widths = tap_widths(model, taps)
@@ -242,8 +241,7 @@ def eagle3(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
     adapter: file of a draft layer, made by `python -m survey.eagle3 train`, or the directory or hub
-             id of a released head. Its tree is the released code's own, with 60 nodes if
-             --nodes is 0
+             id of a released head
 
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """

@@ -44,9 +44,9 @@ from support.layers import name_norm, split_layers
 from support.parts import Part, load_trained, match_type, save_trained, score_with
 from support.released import make_config
 from survey.layerskip import self_speculate
-from training.acceptance import Text, compute_features
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, fit_part,
                            prepare_training, sample_alike)
+from training.texts import Text, compute_features
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -63,11 +63,9 @@ class Exit(Part):
     model  the model that the exit is for. The exit begins with a copy of its last norm
     E      how many layers stand before the exit
     norm   norm_2, which stands between the adapter and the LM head
-    right  how often its likeliest token is the model's on held-out answers, once it is trained
     vocab  None, since it can guess all tokens of the model
     """
     title = "an early exit"
-    facts = ("right",)
     vocab = None
 
     def __init__(self, model, E: int):
@@ -162,8 +160,6 @@ def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) 
     held_out  pairs on which the exit is only measured
     batch     how many answers a step learns from
     how       other arguments of `fit_part`
-
-    The exit's `right` is then how often its likeliest token is the model's.
     """
     model.requires_grad_(False)
     score = score_with(model)

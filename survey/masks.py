@@ -81,14 +81,16 @@ from support.engine import EngineLM, MODELS, require, require_keys
 from support.layers import move_counts
 from support.parts import load_trained, save_trained, score_with
 from support.settings import Pair
-from training.loop import (compute_in_parts, count_tokens, divergence_in_parts, fit_part,
-                           prepare_training, read_answers, sample_alike, warm_linear)
+from support.trees import Acceptance
+from training.loop import (count_tokens, divergence_in_parts, fit_part, prepare_training, read_answers, sample_alike, warm_linear)
 from training.low_rank import Tuned, prepare_changes
 
 import torch
 
 TOKENS = f"{MODELS}/pass.safetensors"
 TUNED = f"{MODELS}/space.safetensors"
+MOST = 4  # the most guesses of SPACE's calls, unless --k asks for more. `tune` trains so many
+PRIOR = 0.7  # for `Acceptance`. The embedded model's mask guesses 0.72 of the held-out tokens
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -145,17 +147,18 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
 
     Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
     """
-    lm, mask, all_right = target.once(load_space, tuning, target)
+    lm, mask = target.once(load_space, tuning, target)
     target.memo["writer"] = lm.model
     embed = lm.model.get_input_embeddings()
     prompt = begin(prompt, lm)
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
+    learnt = target.once(Acceptance, PRIOR, of=lm)
     clock = target.once(Clock, target, of=lm)
     own = k  # the option; 0 lets the clock choose
     root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
-        k = own or clock.choose(lambda: plan_space(all_right))
+        k = own or clock.choose(lambda: plan_space(learnt.rates()[0]))
         candidates = candidates[:k]
         # Lay out a chain of root and guesses, then a group of k masks after each of these n.
         ids = [root, *candidates]
@@ -170,6 +173,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         # Verify. The masks' rows have no part in it.
         path, chunk = walk(ids, chain, sample(logits[:n]))
         lm.commit(path)
+        learnt.learn(chain, path)
         root = chunk[-1]
         # The group after the last accepted node has the next guesses.
         groups = logits[n:].view(n, k, logits.shape[1])
@@ -179,16 +183,16 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         yield chunk
 
 
-def plan_space(all_right: list[float]) -> Iterator[Choice]:
+def plan_space(rate: float) -> Iterator[Choice]:
     """Yield what the clock chooses from, for SPACE: plans that are numbers k of guesses.
 
     A call has the root and k guesses, with k masks after each. These are (1 + k) (1 + k) rows.
 
-    all_right  how often the first guess is right, the first two are both right, and so on
+    rate   how often a guess is right if all before it are
     """
-    for k in range(1, 1 + len(all_right)):
+    for k in range(1, 1 + MOST):
         # The i-th guess adds a token if it and all guesses before it are right.
-        yield Choice(k, 1 + sum(all_right[:k]), (1 + k) ** 2)
+        yield Choice(k, sum(rate ** i for i in range(1 + k)), (1 + k) ** 2)
 
 
 # ---------------------------------------------------------------------------------- training
@@ -215,29 +219,21 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
 
 @torch.inference_mode()
-def measure_all_right(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
-    """Measure how often the first guess is right, the first two are both right, and so on.
-
-    The j-th mask after a place guesses the token that is j + 1 places further on. So a place
-    counts only if the answer goes on for k + 1 tokens.
+def accuracy(model, masks: torch.Tensor, data: list[Pair], anchors: int = 64) -> list[float]:
+    """Measure how often the likeliest guess of each mask is right.
 
     model    the model that sees the masks, for SPACE the tuned one
     masks    embeddings [k, d] of the k masks of a group
     data     pairs of a prompt and an answer
     anchors  the most places of an answer after which masks stand
-    returns  k numbers: the share of the places at which the first 1, 2, …, k guesses are ALL right
     """
     rng, score = random.Random(0), score_with(model)
-    V = len(model.get_output_embeddings().weight)
-    hits, total = torch.zeros(len(masks)), torch.zeros(())
-    for i in range(0, len(data), 16):
-        ids, at, labels = sample_anchors(data[i:i + 16], len(masks), anchors, rng)
-        states = mask_states(model, masks, [], ids, at).flatten(0, 2)
-        guesses = compute_in_parts(lambda x: score(x).argmax(-1), V, states)
-        guesses = guesses.view(labels.shape).cpu()  # [B, G, k]
-        whole = (labels >= 0).all(-1)  # after the end of an answer a label is -100
-        hits += (guesses == labels)[whole].cumprod(-1).sum(0)
-        total += whole.sum()
+    hits, total = torch.zeros(len(masks)), torch.zeros(len(masks))
+    for pair in data:
+        ids, at, labels = sample_anchors([pair], len(masks), anchors, rng)
+        guesses = score(mask_states(model, masks, [], ids, at)).argmax(-1).cpu()  # [1, G, k]
+        hits += (guesses == labels).sum((0, 1))
+        total += (labels >= 0).sum((0, 1))  # after the end of an answer a label is -100
     return (hits / total.clamp(min=1)).tolist()
 
 
@@ -293,12 +289,12 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        all_right = measure_all_right(tuned, tuning.mask.expand(k, -1), held_out)
+        right = accuracy(tuned, tuning.mask.expand(k, -1), held_out)
         guesses, labels = guess_answers(tuned, held_out)
         kept = (guesses == labels).float().mean().item()
-        shares = " ".join(f"{x:.3f}" for x in all_right)
-        line = f"held-out tokens kept {kept:.3f}, guesses all right {shares}"
-        return {"right": all_right, "kept": kept}, line
+        shares = " ".join(f"{x:.3f}" for x in right)
+        line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"
+        return {"right": right, "kept": kept}, line
     fit_part(tuning, model, (k, batch, anchors), data, held_out, loss_of, evaluate, name="space",
              steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work, models=(tuned,))
     save_trained(out, tuning, model, rank=rank)
@@ -307,12 +303,9 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 class SpaceTuning(Tuned):
     """Be a model that is tuned for SPACE, with the embedding [1, d] of its mask token.
 
-    right  how often the first guess is right, the first two are both right, and so on
-
     The arguments are those of `Tuned`.
     """
     title = "a SPACE tuning"
-    facts = ("right",)
 
     def __init__(self, model, rank: int, seed: int = 0):
         super().__init__(model, rank, seed)
@@ -322,19 +315,18 @@ class SpaceTuning(Tuned):
         self.changes["mask"] = self.mask
 
 
-def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tensor, list[float]]:
+def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tensor]:
     """Read a file that `tune` made for this model.
 
     path     the file
     target   the model that is not tuned. It stays as it is
-    returns  the tuned model, the embedding [1, d] of the mask token, and how often the first guess
-             is right, the first two are both right, and so on. InputError if the file is damaged,
-             or for another model
+    returns  the tuned model, and the embedding [1, d] of the mask token. InputError if the file is
+             damaged, or for another model
     """
     tuning = load_trained(path, SpaceTuning.title, target.model,
                           lambda header: SpaceTuning(target.model, header["rank"]))
     lm = type(target)(prepare_changes(tuning.model), target.vocab)
-    return lm, tuning.mask.detach(), tuning.right
+    return lm, tuning.mask.detach()
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file
 from survey.eagle import decode
 from survey.eagle3 import sample_loss
-from training.acceptance import compute_features, evaluate
 from training.loop import find_frequent, fit_part, prepare_training, warm_linear
+from training.texts import compute_features, evaluate
 
 import torch
 from safetensors import safe_open
@@ -85,15 +85,14 @@ class MTPBlock(Part):
 
     seed     of the random weights of `fc`
 
-    accept   accept[n][r], how often guess r is right below n right guesses, as in eagle.py
     vocab    [V'], the tokens that the rows of the LM head stand for
     """
     title = "an MTP block"
+    prior = 0.9  # for `Acceptance`. The embedded block guesses 0.93 of held-out tokens
     decay = 0.6  # of the loss from pass to pass
 
     def __init__(self, model, seed: int = 0):
         super().__init__()
-        self.accept = []
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         text, h = model.config.get_text_config(), table.weight.shape[1]
         if head.weight.shape[1] != h:
@@ -245,7 +244,7 @@ def mtp(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     trained   a block to use in place of a file's
 
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
-             machine, or 60 for the block of a checkpoint, since no file says how often it is right
+             machine
     adapter: file of a block, made by `python -m survey.mtp train`. Without it the block is that of
              the target's own files, and for the embedded target models/mtp.safetensors
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.

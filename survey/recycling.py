@@ -34,33 +34,25 @@ import sys
 from typing import Iterator
 
 from common import Sampler, begin, greedy, walk
-from support.clock import MOST, Clock, Node, best_tree, fill_plan, list_sizes
+from support.clock import Clock, list_sizes
 from support.engine import EngineLM
+from support.trees import Acceptance, Node, fill_plan
 
 import torch
 
 WIDTH = 8  # successors that are kept of a token
 DEPTH = 6  # levels of guesses in a tree
-# Before a text has shown anything: of 32 imagined tokens, how many were the j-th successor.
-FIRST = [13, 4, 2, 1, 1, 1, 1, 1]
+PRIOR = 0.4  # for `Acceptance`. It was 0.49 and 0.42 for two models (results/survey.md)
 
 
 class Successors:
     """Hold the matrix M: for each token that was fed, its likeliest successors.
 
     rows    {token: up to WIDTH tokens, the likeliest first}
-    hits    [WIDTH], how often the j-th successor was the next token. They begin as FIRST
-    tried   how often there was a next token. It begins as 32
     """
 
     def __init__(self):
         self.rows = {}
-        self.hits = [*FIRST]
-        self.tried = 32
-
-    def rates(self) -> list[float]:
-        """Return how often the j-th successor of an accepted token was accepted so far, [WIDTH]."""
-        return [hit / self.tried for hit in self.hits]
 
     def read(self, text: list[int]) -> None:
         """Put what follows each token of a text first in the token's row.
@@ -71,25 +63,19 @@ class Successors:
             others = [x for x in self.rows.get(token, []) if x != following]
             self.rows[token] = [following, *others][:WIDTH]
 
-    def learn(self, ids: list[int], logits: torch.Tensor, chunk: list[int]) -> None:
-        """Count which successors were right, and replace the rows of all tokens that were fed.
+    def learn(self, ids: list[int], logits: torch.Tensor) -> None:
+        """Replace the rows of all tokens that were fed.
 
         ids      the tokens of a tree, the root first
         logits   [n, V] after each of them. Of several nodes with one token the last one counts
-        chunk    the tokens that became final after the root
         """
-        for token, following in zip([ids[0], *chunk], chunk):
-            row = self.rows.get(token, [])
-            self.tried += 1
-            if following in row:
-                self.hits[row.index(following)] += 1
         likeliest = logits.topk(min(WIDTH, logits.shape[-1])).indices.tolist()
         self.rows.update(zip(ids, likeliest))
 
     def fill(self, root: int, planned: list[Node]) -> tuple[list[int], list[int]]:
         """Put tokens of M into a planned tree.
 
-        The arguments, and what is returned, are those of `fill_plan` in clock.py.
+        The arguments, and what is returned, are those of `fill_plan` in trees.py.
         """
         return fill_plan(planned, root, lambda node, token: self.rows.get(token, []))
 
@@ -111,25 +97,22 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     successors.read(prompt)
     prompt = begin(prompt, target)
     root = prompt[-1]
-    clock = target.once(Clock, target, of=recycling)
+    learnt = target.once(Acceptance, PRIOR, of=recycling)
+    clock = target.once(Clock, target, of=(recycling, nodes))
     while True:
         # Plan: the likeliest tree by how often each successor was right so far.
-        accept = [successors.rates()] * DEPTH
-        if nodes:
-            planned = best_tree(accept, nodes)
-        else:
-            planned = clock.choose(lambda: list_sizes(best_tree(accept, MOST)))
+        planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH, nodes))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
         logits = target.forward(ids, parents)
         path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
+        learnt.learn(parents, path)
         # Recycle: the target gave logits after all nodes, and so all of them update M.
-        successors.learn(ids, logits, chunk)
+        successors.learn(ids, logits)
         root = chunk[-1]
-        if not nodes:
-            clock.note(1, len(planned))
+        clock.note(1, len(planned))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

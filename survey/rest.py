@@ -47,8 +47,8 @@ Departures of REST:
 - The datastore. Paper: given texts, for all models of a tokenizer. Here: the model's own answers
   (or texts, with --text), for this model, and the text so far. Why: a model repeats its own phrases
   most often.
-- Size of the tree. Paper: n = 64. Here: the clock chooses n, for greedy decoding. Why: rows cost
-  time on a CPU. A choice for temperature 1 would bring little: 1.5% more tokens a call with EAGLE.
+- Size of the tree. Paper: n = 64. Here: the clock chooses n, by how often guesses of each rank were
+  right so far. Why: rows cost time on a CPU.
 - Sampling. Released code: each path has draws of its own. Here: paths through a node share one
   draw. Why: several draws for one node are several chances to pass, which is not exact.
 
@@ -63,19 +63,19 @@ Departures of SuffixDecoding:
 Left out: SuffixDecoding's hybrid, which asks a draft model where the score is low.
 """
 import math
-import random
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from itertools import islice, product
 from pathlib import Path
-from typing import Iterable, Iterator, NamedTuple
+from typing import Iterable, Iterator
 
 from common import InputError, Sampler, begin, context_length, greedy, trie, walk
-from support.clock import Choice, Clock
-from support.engine import EngineLM, MODELS, require
+from support.clock import Clock, list_sizes
+from support.engine import MODELS, EngineLM
 from support.files import explain_errors
-from support.parts import follow, load_part, save_part
+from support.parts import load_part, save_part
+from support.trees import Acceptance
 from training.loop import collect_answers
 
 import torch
@@ -85,7 +85,7 @@ LONGEST = 16  # tokens of s, at most
 AFTER = 10  # tokens that are read after s, at most
 MATCHES = 100  # the most places that are counted. Of more places an even sample counts
 BEGIN = 2  # tokens at the end of a prompt that a datastore keeps before the answer
-CALLS = (1, 2, 4, 8, 16, 32, 64)  # rows of a call, for which tokens per call are measured
+PRIOR = 0.65  # for `Acceptance`. A single guess was right for 0.63 of the embedded target's tokens
 BOUNDARY = "\0"  # comes after each text of a datastore
 
 
@@ -107,24 +107,15 @@ def as_tokens(text: str) -> list[int]:
     return [ord(x) - 1 for x in text]
 
 
-class TokensPerCall(NamedTuple):
-    """Hold how many tokens a target call gave on held-out answers, with trees of one size."""
-    alone: float  # where only the datastore was searched
-    with_text: float  # where the text itself was searched as well
-
-
 class Datastore:
     """Hold texts as one string of tokens, and find what follows a suffix in them.
 
-    text             the texts, each with a BOUNDARY after it. One that is being written has none
-                     yet
-    tokens_per_call  {rows of a call: TokensPerCall}. None: nothing was measured
-    order            the suffix array: all positions of `text`, sorted by what stands there
+    text     the texts, each with a BOUNDARY after it. One that is being written has none yet
+    order    the suffix array: all positions of `text`, sorted by what stands there
     """
 
-    def __init__(self, text: str = "", tokens_per_call: dict[int, TokensPerCall] | None = None):
+    def __init__(self, text: str = ""):
         self.text = text
-        self.tokens_per_call = tokens_per_call
         self.order = sorted(range(len(text)), key=self.sort_key)
 
     def sort_key(self, i: int) -> str:
@@ -252,16 +243,6 @@ def retrieve_by_score(stores: list[Datastore], text: str, n: int, longest: int,
     return make_tree(text, best)
 
 
-def plan_rest(store: Datastore, grow: bool) -> Iterator[Choice]:
-    """Yield what the clock chooses from: plans that are the most nodes of a call.
-
-    store   a datastore with `tokens_per_call`
-    grow    whether the text itself is searched as well
-    """
-    for nodes, found in store.tokens_per_call.items():
-        yield Choice(nodes, found.with_text if grow else found.alone, nodes, 1, nodes)
-
-
 def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = LONGEST,
          grow: bool = True, alpha: float = 0.0, datastore: str = DATASTORE,
          store: Datastore | None = None, sample: Sampler = greedy,
@@ -279,23 +260,21 @@ def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     Yields chunks of 1 to 11 tokens, with --alpha up to as many as --nodes; logs {"guessed",
     "accepted"} a call.
 
-    How many guesses pay depends on how many tokens a call gives. `build` measured this with REST's
-    trees and suffixes of up to 16 tokens. With --nodes 0 these figures are used for every --alpha
-    and --longest, although trees of another kind give other numbers of tokens.
+    With --nodes 0 a tree is taken to be as good as the one that `best_tree` plans by the rates of
+    the ranks.
 
-    `store` is used instead of the file. If it has no `tokens_per_call`, `nodes` must be given.
+    `store` is used instead of the file.
     """
     store = store or target.once(load_datastore, datastore, target.model)
-    require(nodes > 0 or store.tokens_per_call is not None, "nodes",
-            "1 or more for a store without tokens_per_call", nodes)
     prompt = begin(prompt, target)
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]
-    clock = target.once(Clock, target, of=(store, grow))
+    learnt = target.once(Acceptance, PRIOR, of=(store, grow))
+    clock = target.once(Clock, target, of=(store, grow, nodes))
     while True:
         # Look up what followed the end of the text elsewhere.
-        n = nodes or clock.choose(lambda: plan_rest(store, grow))
+        n = len(clock.choose(lambda: list_sizes(learnt.rates(), AFTER, nodes)))
         if alpha > 0:
             ids, parents = retrieve_by_score(stores, text, n - 1, longest, alpha)
         else:
@@ -303,12 +282,12 @@ def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = 
         # Verify.
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
+        learnt.learn(parents, path)
         # From now on the final tokens are looked up too.
         text += as_text(chunk)
         if grow:
             text_store.add(as_text(chunk))
-        if not nodes:
-            clock.note(1, n)
+        clock.note(1, n)
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
@@ -324,52 +303,18 @@ def load_datastore(path: str | Path, model) -> Datastore:
     returns  the datastore. InputError if the file is damaged, or for another model
     """
     with explain_errors("a REST datastore for this model", path):
-        header, tensors = load_part(path, "a REST datastore", model)
+        _, tensors = load_part(path, "a REST datastore", model)
         text = "".join(map(chr, tensors["tokens"].tolist()))  # with 1 added to each token already
-        measured = {rows: TokensPerCall(*map(float, found))
-                    for rows, found in zip(CALLS, header["tokens_per_call"], strict=True)}
     # `as_text` adds 1 to a token. So this character stands for the last row of embeddings.
     last = chr(len(model.get_input_embeddings().weight))
     if not text.strip(BOUNDARY) or max(text) > last:
         raise InputError(f"expected tokens that the model has, got none or others in {str(path)!r}")
-    return Datastore(text, measured)
-
-
-def measure_tokens_per_call(store: Datastore, data: list[tuple[list[int], list[int]]], n: int,
-                            grow: bool) -> float:
-    """Measure the tokens per target call that REST's trees give, without asking the target.
-
-    The target is taken to choose the next token of the answer each time. This is true of the
-    target's own answers at temperature 0. With other texts the result is an estimate.
-
-    store    the datastore, which should not have the answers
-    data     pairs of a prompt and an answer
-    n        the most guesses of a call
-    grow     whether the text itself is searched as well
-    returns  the tokens of all answers, divided by the calls that they take
-    """
-    calls = 0
-    for prompt, answer in data:
-        text = as_text(prompt + answer)
-        text_store = Datastore(as_text(prompt) if grow else "")
-        final = 0  # tokens of the answer
-        while final < len(answer):
-            ids, parents = retrieve([text_store, store], text[:len(prompt) + final], n)
-            # The path has the root and the right guesses. So it is as long as the chunk.
-            found = answer[final:final + len(follow(ids, parents, answer[final:]))]
-            final += len(found)
-            calls += 1
-            if grow:
-                text_store.add(as_text(found))
-    return sum(len(answer) for _, answer in data) / calls
+    return Datastore(text)
 
 
 def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           text: bool = False, max_new_tokens: int = 200) -> None:
-    """Make a datastore of the model's own greedy answers to prompts, and measure what it brings.
-
-    A tenth of the answers, 50 at most, is held out. The tokens per call of REST's trees are
-    measured on the held-out answers, with a datastore of the others. The file has all answers.
+    """Make a datastore of the model's own greedy answers to prompts.
 
     out:  the safetensors file to make
     work: folder of answers, by default OUT.work
@@ -384,25 +329,14 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     else:
         work = work or Path(f"{out}.work")
         data = list(zip(prompts, collect_answers(model, tokenizer, prompts, max_new_tokens, work)))
-    if len(data) < 2:
-        raise InputError(f"expected 2 texts or more, or prompts of at most {longest} tokens, "
-                         f"got {len(data)}")
-    texts = [as_text(p[-BEGIN:] + a) + BOUNDARY for p, a in data]
-    held_out = random.Random(0).sample(range(len(data)), max(1, min(50, len(data) // 10)))
-    store = Datastore("".join(x for i, x in enumerate(texts) if i not in held_out))
-    # Of a long text the beginning is replayed, since all of a document could take hours.
-    replayed = [(data[i][0], data[i][1][:max_new_tokens]) for i in held_out]
-    measured = []
-    for rows in CALLS:
-        found = (measure_tokens_per_call(store, replayed, rows - 1, grow) for grow in (False, True))
-        measured.append(TokensPerCall(*found))
-    tokens = torch.tensor([ord(x) for x in "".join(texts)])  # as written, with 1 added to each
-    print(f"{len(texts)} texts, {len(tokens):,} tokens; tokens per call of {len(held_out)} held "
-          "out, by rows, with the datastore alone and with the text itself as well: "
-          + ", ".join(f"{rows}: {x.alone:.2f}, {x.with_text:.2f}"
-                      for rows, x in zip(CALLS, measured)))
+    if not data:
+        raise InputError(f"expected prompts of at most {longest} tokens, or texts of 2 tokens or "
+                         "more, got none")
+    kept = "".join(as_text(p[-BEGIN:] + a) + BOUNDARY for p, a in data)
+    tokens = torch.tensor([ord(x) for x in kept])  # as written, with 1 added to each
+    print(f"{len(data)} texts, {len(tokens):,} tokens")
     kind = torch.uint16 if tokens.max() < 2 ** 16 else torch.int32
-    save_part(out, "a REST datastore", model, {"tokens": tokens.to(kind)}, tokens_per_call=measured)
+    save_part(out, "a REST datastore", model, {"tokens": tokens.to(kind)})
 
 
 if __name__ == "__main__":

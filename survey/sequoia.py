@@ -3,13 +3,11 @@
 Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding", arXiv 2402.12374,
 whose version 3 has the sections and algorithms that are named here.
 
-    python -m survey.sequoia calibrate --draft DIR --prompts FILE --out rates.json
-    python -m survey.sequoia --draft DIR --rates rates.json --prompt "..." --temperature 0.6
+    python -m survey.sequoia --draft DIR --prompt "..." --temperature 0.6
 
 The draft guesses a tree, level by level, with one call for each level. The shape of the tree is
-fixed before a token is drawn. It follows from the rates P_b, which are measured beforehand: P_b is
-how often the b-th child of a node is the accepted one. The paper takes it to be the same at all
-nodes (positional acceptance). With P = .6, .2, .1 this is the best tree of n = 7 nodes, the root
+fixed before a token is drawn. It follows from the rates P_b. P_b is how often the b-th child of a
+node is the accepted one. The paper takes it to be the same at all nodes (positional acceptance). With P = .6, .2, .1 this is the best tree of n = 7 nodes, the root
 among them, with at most d = 3 levels below the root:
 
     root ─┬─ 1  .60 ─┬─ 3  .36 ─── 6  .216    A node's chance is its parent's times P of its rank.
@@ -30,8 +28,7 @@ Above, the root has b = 2 children, and the second branch is {2, 5}, m = 2 nodes
     T(7, 2) = T(5, 1) + P_2 G(2, 2) = 2.296 + .2 · 1.6 = 2.616
     T(5, 1) = T(1, 0) + P_1 G(4, 2) = 1 + .6 · 2.16             the first branch is {1, 3, 4, 6}
 
-As long as P_b falls with b, `best_tree` of clock.py finds the same trees, node by node. The dynamic
-program also serves measured rates that rise somewhere.
+As long as P_b falls with b, `best_tree` of trees.py finds the same trees, node by node.
 
 The measured times of calls choose n and d (Section 4.1):
 
@@ -56,31 +53,26 @@ Departures:
   with offloading. Here: a level costs what its rows cost, and the clock tries 2 to 64 nodes and 1
   to 16 levels, in powers of two. Why: rows cost time on a CPU, and sizes in between give nearly the
   same.
-- Rates. Paper: measured at the temperature of decoding. Here: those of the nearest of four
-  temperatures are used. Why: one file serves all temperatures.
+- Rates. Paper: measured beforehand, for each pair of models and each temperature. Here: learnt
+  while decoding (trees.py). Why: so they are those of the text at hand, at its temperature.
 - Noise. Released code: noise and coins are drawn once for a text. Here: in every round. Why: rounds
   must be independent.
 
 Left out: offloading, where the target's weights lie in main memory.
 """
-import functools
 import sys
 from collections import deque
 from itertools import chain, product
-from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator, NamedTuple, Sequence
 
-from common import InputError, Sampler, begin, context_length, eos_ids, greedy, until, walk
+from common import Sampler, begin, greedy, walk
 from support.clock import Choice, Clock
-from support.engine import EngineLM, MODELS, require, vocab_size
-from support.parts import draft_for, load_facts, save_facts
+from support.engine import EngineLM, require
+from support.trees import Acceptance
 
 import torch
-from tqdm import tqdm
 
-TEMPERATURES = (0.0, 0.3, 0.6, 1.0)  # at which rates are measured
-B = 16  # children of the root while rates are measured
-TOKENS = 128  # tokens of each answer on which rates are measured
+PRIOR = 0.9  # for `Acceptance`. The embedded draft guesses 0.91 of the embedded target's tokens
 RANGES = {"nodes": (2, 4, 8, 16, 32, 64), "depth": tuple(range(1, 17))}
 
 
@@ -98,8 +90,7 @@ class Best(NamedTuple):
     size_of_last: list[list[int]]
 
 
-@functools.cache
-def tabulate(P: tuple[float, ...], N: int, D: int) -> list[Best]:
+def tabulate(P: Sequence[float], N: int, D: int) -> list[Best]:
     """Find the best trees of all sizes by a dynamic program (Alg. 1 and 4).
 
     P        P_1, P_2, …, how often each child of a node is the accepted one
@@ -107,24 +98,22 @@ def tabulate(P: tuple[float, ...], N: int, D: int) -> list[Best]:
     D        the most levels below the root
     returns  [d]: the best trees of at most d levels, for d = 0 … D
     """
-    n = torch.arange(N + 1)[:, None]
-    m = torch.arange(1, N + 1)
-    # A last branch of m >= n nodes leaves no node for the root. Then n - m is replaced by 0. Entry
-    # 0 of T is -inf, so that no maximum takes it.
-    nodes_before = (n - m).clamp(min=0)  # [n, m]
     # A root without children gives one token: T(n, 0) = 1. A tree without a root does not exist, so
-    # T(0, 0) is -inf.
-    alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)
+    # T(0, 0) is -inf, and so is T(n, b) of all n below 0, which stand before it.
+    none = torch.full((N,), -torch.inf, dtype=torch.float64)
+    alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)  # [n]
     found = [Best(alone.tolist(), [0] * (N + 1), [])]
     G = alone  # [n]: G(n, d - 1)
     for _ in range(D):
         T = [alone]  # [b][n]: T(n, b)
         size_of_last = [[]]
         for P_b in P:
-            tokens = T[-1][nodes_before] + P_b * G[1:]  # [n, m]: Alg. 1, line 9
+            # Row n of the first term is T(n - m, b - 1) for m = N, …, 1.
+            others = torch.cat([none, T[-1]]).unfold(0, N, 1)[:-1]
+            tokens = others + P_b * G[1:].flip(0)  # [n, m]: Alg. 1, line 9
             most, column = tokens.max(1)
             T.append(most)
-            size_of_last.append(m[column].tolist())
+            size_of_last.append((N - column).tolist())
         G, branches = torch.stack(T).max(0)  # line 11
         found.append(Best(G.tolist(), branches.tolist(), size_of_last))
     return found
@@ -171,8 +160,9 @@ def shape_of(parents: list[int]) -> Shape:
     parents  the parent of each node, the nodes being numbered level by level
     returns  the shape
     """
-    nodes = range(len(parents))
-    children = [[child for child in nodes if parents[child] == node] for node in nodes]
+    children = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
     levels = []
     level = [0] if children[0] else []
     while level:
@@ -182,8 +172,7 @@ def shape_of(parents: list[int]) -> Shape:
     return Shape(parents, children, levels, row)
 
 
-@functools.cache
-def plan_sequoia(P: tuple[float, ...], sizes: tuple[int, ...],
+def plan_sequoia(P: Sequence[float], sizes: tuple[int, ...],
                  depths: tuple[int, ...]) -> list[Choice]:
     """List what the clock chooses from (Section 4.1): plans that are shapes of the best trees.
 
@@ -315,23 +304,29 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
         path.append(children[accepted])
 
 
-def decode_trees(target: EngineLM, draft: EngineLM, root: int, choices: list[Choice],
-                 clock: Clock, sample: Sampler, log: list | None) -> Iterator[list[int]]:
-    """Run rounds without end, each with a tree, and yield their chunks.
+def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int = 0, depth: int = 0,
+            sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
+    """Draft the best tree for this pair of models and this machine; verify it in one target call.
 
-    target   a model that has cached the text before the root
-    draft    a model that has cached the same text
-    root     the last token of the text
-    choices  what `plan_sequoia` returned
-    clock    it chooses one of them for each round
-    sample   the sampler of the target, whose temperature the draft shares
-    log      a list that gets {"drafted", "accepted", "ranks"} for each round, or None. The ranks
-             say which child of its parent each accepted node was, from 0.
-    yields   chunks, each the accepted tokens and one more
+    nodes: nodes of a tree, the root among them, 0 to 128. With 0, as many as are fastest by the
+           clock
+    depth: the most levels below the root, 0 to 127. With 0, as many as are fastest by the clock
+
+    Yields chunks of 1 to depth + 1 tokens; logs {"drafted", "accepted"} a round.
+
+    The same seed draws the same tokens only if nodes and depth are given, because the clock chooses
+    anew in each run.
     """
-    unseen = [root]  # final tokens that the draft has not been fed
+    require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
+    prompt = begin(prompt, target, draft)
+    sizes = (nodes,) if nodes else RANGES["nodes"]
+    depths = (depth,) if depth else RANGES["depth"]
+    clock = target.once(Clock, target, draft, of=(sizes, depths))
+    learnt = target.once(Acceptance, PRIOR, of=draft)
+    unseen = [prompt[-1]]  # final tokens that the draft has not been fed
     while True:
-        shape = clock.choose(lambda: choices)
+        # The shape is fixed by earlier rounds, before anything of this round is drawn.
+        shape = clock.choose(lambda: plan_sequoia(learnt.rates(), sizes, depths))
         ids, q_logits_of = draw_tree(draft, unseen, shape, sample)
         logits = target.forward(ids, shape.parents)  # [n, V]
         if sample.temperature == 0:
@@ -339,6 +334,7 @@ def decode_trees(target: EngineLM, draft: EngineLM, root: int, choices: list[Cho
         else:
             path, chunk = sample_path(ids, shape, logits, q_logits_of, sample)
         target.commit(path)
+        learnt.learn(shape.parents, path)
         # The draft keeps its rows of the path. The root's row is in the context already. The draft
         # was fed no leaf. So a leaf at the end of the path is unseen, and the last token of the
         # chunk always is.
@@ -347,89 +343,10 @@ def decode_trees(target: EngineLM, draft: EngineLM, root: int, choices: list[Cho
         unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
         clock.note(len(shape.levels), sum(map(len, shape.levels)))
         if log is not None:
-            ranks = [shape.children[above].index(node) for above, node in zip(path, path[1:])]
-            log.append({"drafted": len(ids) - 1, "accepted": len(ranks), "ranks": ranks})
+            log.append({"drafted": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
 
 
-def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int = 0, depth: int = 0,
-            rates: str = f"{MODELS}/sequoia.json", sample: Sampler = greedy,
-            log: list | None = None) -> Iterator[list[int]]:
-    """Draft the best tree for this pair of models and this machine; verify it in one target call.
-
-    nodes: nodes of a tree, the root among them, 0 to 128. With 0, as many as are fastest by the
-           clock
-    depth: the most levels below the root, 0 to 127. With 0, as many as are fastest by the clock
-    rates: the file of this pair's acceptance rates, which `calibrate` made
-
-    Yields chunks of 1 to depth + 1 tokens; logs {"drafted", "accepted", "ranks"} a round.
-
-    The "ranks" say which child of its parent each accepted node was, from 0. The same seed draws
-    the same tokens only if nodes and depth are given, because the clock chooses anew in each run.
-    """
-    require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
-    measured = target.once(load_rates, rates, target.model, draft.model)
-    nearest = min(measured, key=lambda t: abs(t - sample.temperature))
-    P = measured[nearest]
-    prompt = begin(prompt, target, draft)
-    sizes = (nodes,) if nodes else RANGES["nodes"]
-    depths = (depth,) if depth else RANGES["depth"]
-    choices = plan_sequoia(P, sizes, depths)
-    clock = target.once(Clock, target, draft, of=(P, sizes, depths))
-    yield from decode_trees(target, draft, prompt[-1], choices, clock, sample, log)
-
-
-# --------------------------------------------------------------------------------- the rates
-
-def calibrate(model, tokenizer, prompts: list[list[int]], *, out: Path,
-              draft: str = f"{MODELS}/draft") -> None:
-    """Decode with trees of one level, and measure how often each child is accepted.
-
-    The rate of the b-th child is P_b. The rates are measured at several temperatures, without top-k
-    and top-p. They are used for all levels of a tree.
-
-    out:   the JSON file to make
-    draft: the small model
-    """
-    small = draft_for(model, tokenizer, draft)
-    longest = min(map(context_length, (model, small))) - TOKENS
-    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
-    if not fitting:
-        raise InputError(f"expected prompts of at most {longest} tokens, got none")
-    vocab = vocab_size(model, tokenizer)
-    lms = [EngineLM(x, vocab) for x in (model, small)]
-    one_level = [Choice(shape_of([-1] + [0] * B), 1.0, 1 + B, 1, 1)]
-    P = {}
-    for temperature in TEMPERATURES:
-        log = []
-        sample = Sampler(temperature)
-        for prompt in tqdm(fitting, desc=f"temperature {temperature}"):
-            begin(prompt, *lms)
-            chunks = decode_trees(*lms, prompt[-1], one_level, Clock(lms[0]), sample, log)
-            for _ in until(chunks, TOKENS, eos_ids(model, tokenizer)):
-                pass  # only the log is read
-        counts = [sum(record["ranks"] == [b] for record in log) for b in range(B)]
-        P[temperature] = [round(count / len(log), 4) for count in counts]
-    save_facts(out, {"target": model, "draft": small}, rates=P)
-
-
-def load_rates(path: str, target, draft) -> dict[float, tuple[float, ...]]:
-    """Read the rates of a pair of models.
-
-    A rate of 0 becomes 1e-9. Otherwise a child of this rank would bring nothing, and a tree would
-    have fewer nodes than were asked for.
-
-    path     the file that `calibrate` made
-    target   the target's model
-    draft    the draft's model
-    returns  {temperature: (P_1, P_2, …)}. InputError if the file is damaged, or for other models
-    """
-    def parse(facts: dict) -> dict[float, tuple[float, ...]]:
-        return {float(t): tuple(max(x, 1e-9) for x in P) for t, P in facts["rates"].items()}
-    expected = "rates that `python -m survey.sequoia calibrate` measured on this target and draft"
-    return load_facts(path, {"target": target, "draft": draft}, expected, parse)
-
-
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([sequoia], commands=[calibrate], ranges=RANGES))
+    from cli.main import main  # the command line is in cli/, a folder of this project
+    sys.exit(main([sequoia], ranges=RANGES))

@@ -143,11 +143,10 @@ def near(model, noise: float):
     return draft
 
 
-def rand(part: torch.nn.Module, accept: list[list[float]] = (), scale: float = 0.5):
-    """Set the weights of a trained part to random numbers, and its acceptance rates."""
+def rand(part: torch.nn.Module, scale: float = 0.5):
+    """Set the weights of a trained part to random numbers."""
     rng = torch.Generator().manual_seed(0)
     for p in part.parameters():
         if p.requires_grad:
             p.data = (scale * torch.randn(p.shape, generator=rng)).to(p.device)
-    part.accept = [*accept]
     return part.requires_grad_(False)

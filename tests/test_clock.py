@@ -1,36 +1,12 @@
-"""The clock that chooses a tree: the best tree of a size, what calls cost here, and what pays."""
-import importlib
-import inspect
-import itertools
-import math
-import random
+"""The clock that chooses a tree: what calls cost here, and what pays."""
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from families import tiny
-from support.clock import Choice, Clock, Costs, best_tree
+from support.clock import Choice, Clock, Costs
 from support.engine import EngineLM
-
-
-def test_the_best_tree_is_the_best_of_all():
-    """No tree of n nodes has a larger sum of chances. The first m nodes are the best tree of m."""
-    rng = random.Random(0)
-    for _ in range(8):
-        accept = [[rng.random() for _ in range(2)] for _ in range(3)]
-        chances = {ranks: math.prod(accept[depth][rank] for depth, rank in enumerate(ranks))
-                   for n in range(4) for ranks in itertools.product(range(2), repeat=n)}
-        tree, paths = best_tree(accept, 7), [()]
-        for chance, parent, depth, rank in tree[1:]:
-            paths.append((*paths[parent], rank))
-            assert len(paths[-1]) == depth and chance == pytest.approx(chances[paths[-1]])
-        for n in range(1, 8):
-            most = max(sum(map(chances.get, some)) for some in itertools.combinations(chances, n)
-                       if all(ranks[:-1] in some for ranks in some))
-            assert sum(chance for chance, *_ in tree[:n]) == pytest.approx(most)
-            assert best_tree(accept, n) == tree[:n]
-    assert best_tree([], 4) == [(1.0, -1, 0, 0)] and len(best_tree([[0.5, 0.1]], 9)) == 3
 
 
 def test_a_line_goes_through_what_was_noted():
@@ -81,31 +57,6 @@ def test_a_choice_is_made_again_when_passes_have_doubled():
         assert clock.choose(choices) == "many"
         lm.passes.append((64, 64, 1.0))
     assert asked == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-
-
-TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}), ("survey.mtp", "mtp", {}),
-         ("survey.medusa", "medusa", {}), ("survey.medusa", "medusa", {"heads": "hydra"}),
-         ("survey.dflash", "dflash", {}), ("survey.rest", "rest", {}),
-         ("survey.recycling", "recycling", {}), ("survey.sequoia", "sequoia", {}),
-         ("hybrid.hybrid", "hybrid", {})]
-
-
-@pytest.mark.parametrize("file, name, options", TREES)
-def test_no_call_is_made_to_be_timed(file, name, options, embedded):
-    """All passes of the model are that over the prompt and one of each round."""
-    target, draft, tokenizer = embedded
-    method, log, passes = getattr(importlib.import_module(file), name), [], []
-    lms = [EngineLM(target, 1536)]
-    if "draft" in inspect.signature(method).parameters:
-        lms.append(EngineLM(draft, 1536))
-    prompt = tokenizer.encode("Tom has 3 apples. He buys 4 more. How many apples does Tom have?")
-    chunks = method(*lms, prompt, log=log, **options)
-    next(chunks)  # files are read, and what they hold is checked
-    with target.register_forward_pre_hook(lambda *_: passes.append(0)):
-        for _ in range(5):
-            next(chunks)
-    assert len(log) == 6 == len(passes) + 1 and lms[0].calls == 6
-    assert len(lms[0].passes) == 1 + 6
 
 
 def test_what_is_made_once_is_set_up(now):

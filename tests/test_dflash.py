@@ -15,10 +15,10 @@ from support.engine import EngineLM, depth_of
 from support.parts import score_with
 from survey import dflash as module
 from support.released import describe_dflash
-from survey.dflash import (EVERY, BlockDraft, block_loss, count_tree_tokens, dflash, grow_block,
-                           list_anchors, plan_block, run_block, sample_roots)
+from survey.dflash import (BlockDraft, block_loss, dflash, grow_block, guess_blocks, list_anchors,
+                           plan_block, run_block, sample_roots)
 from test_released import norm, rotate, write
-from training.acceptance import Text, compute_features
+from training.texts import Text, compute_features
 
 MODEL = tiny("llama", num_hidden_layers=3)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -26,7 +26,7 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 def make_draft(model=MODEL, layers=2, B=5, scale=0.3) -> BlockDraft:
     """Make a draft whose every weight is random."""
-    return rand(BlockDraft(model, describe_dflash(model, [0, 1], 60, layers, B, 8)), [], scale)
+    return rand(BlockDraft(model, describe_dflash(model, [0, 1], 60, layers, B, 8)), scale)
 
 
 def texts_of(draft: BlockDraft, model=MODEL, pairs=((TEXT[:5], TEXT[5:]),)) -> list[Text]:
@@ -100,7 +100,7 @@ def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
     """The guesses are compared after each round of a text."""
     w, seen = draw_tensors(), note_calls(monkeypatch, module, "grow_block")
     adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
-    for chunk in itertools.islice(dflash(EngineLM(MODEL), text, adapter=adapter), 6):
+    for chunk in itertools.islice(dflash(EngineLM(MODEL), text, adapter=adapter, nodes=4), 6):
         _, z, root, nodes = seen.pop()
         torch.testing.assert_close(z, guess_by_formula(w, text), atol=1e-4, rtol=1e-4)
         assert (root, nodes) == (text[-1], 4)
@@ -175,6 +175,8 @@ def test_the_loss_by_hand():
             total, weights = total - weight * (p * q.log()).sum(), weights + weight
     found = block_loss(draft, score_with(MODEL), [text], [[4, 8, 13]])
     assert found.item() == pytest.approx((total / weights).item(), rel=2e-3)
+    assert guess_blocks(draft, [text], [[4, 8, 13]])[1].tolist() == [
+        TEXT[anchor + k] for anchor in (4, 8, 13) for k in range(1, 5) if anchor + k < len(TEXT)]
 
 
 def test_anchors_are_those_of_the_answer():
@@ -205,26 +207,8 @@ def test_a_tree_has_the_likeliest_of_all_paths():
         assert grow_block(draft, z, 7, n) == (ids[:n], parents[:n])
 
 
-# ----------------------------------------------------------------------------- what is measured
-
-def test_tokens_by_hand(monkeypatch):
-    """Trees are asked for at every EVERY-th place, and counted as far as the text goes."""
-    draft, asked, ids = make_draft(), [], [*range(5, 26)]
-
-    def chain(draft, z, root, n):
-        asked.append((root, n))
-        return [root, root + 1, root + 9, root + 2, root + 7], [-1, 0, 0, 1, 3]
-    monkeypatch.setattr(module, "grow_block", chain)
-    tokens = count_tree_tokens(draft, texts_of(draft, pairs=[(ids[:4], ids[4:])]))
-    assert asked == [(place, 64) for place in range(8, 25, EVERY)]
-    # nodes 1 and 3 are right; at the place before the text's last token only node 1 is
-    assert asked[-1][0] == 24 and len(tokens) == 64
-    assert tokens[:5] == pytest.approx([1, 2, 2, 3 - 1 / len(asked), 3 - 1 / len(asked)])
-
-
-def test_sizes_are_planned_by_tokens():
-    """No block is needed for a tree of one node. A released draft has a tree of B nodes."""
-    draft = make_draft()
-    assert [choice.plan for choice in plan_block(draft)] == [5]
-    draft.tokens = [1.0, 1.8, 2.2]
-    assert [*plan_block(draft)] == [(1, 1.0, 1, 0, 1), (2, 1.8, 2, 1, 2), (3, 2.2, 3, 1, 3)]
+def test_sizes_are_planned_by_rates():
+    """No block is needed for a tree of one node."""
+    plans = [*plan_block([0.8, 0.1], 2)]
+    assert plans[:3] == [(1, 1.0, 1, 0, 1), (2, 1.8, 2, 1, 2),
+                         (3, pytest.approx(2.44), 3, 1, 3)] and len(plans) == 7

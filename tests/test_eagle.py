@@ -1,23 +1,19 @@
-"""In EAGLE a token is one ahead of its feature. Trees and rates are those of a draft without
+"""In EAGLE a token is one ahead of its feature. Trees and guesses are those of a draft without
 caches, and the loss is the paper's. The output is checked in test_lossless.py, whatever the draft
 is."""
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from fake_models import path_to
 from families import FAMILIES, SCALED, rand, tiny
 from helpers import note_calls
-from support.clock import best_tree
 from support.engine import EngineLM
 from support.parts import score_with
+from support.trees import best_tree
 from survey import eagle as module
-from survey.eagle import EagleLayer, compute_features, eagle, eagle_loss
-from training.acceptance import LEVELS, measure_acceptance
+from survey.eagle import LEVELS, EagleLayer, compute_features, eagle, eagle_loss
+from training.texts import evaluate
 from trainings import DATA, run
-
-ACCEPT = [[0.50, 0.42, 0.05], [0.48, 0.31, 0.07], [0.45, 0.28, 0.05], [0.41, 0.21, 0.03]]
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -47,29 +43,29 @@ def grow_by_hand(model, draft, text, n) -> set[tuple]:
     return {(text[-1], *path) for path, _ in sorted(every, key=lambda x: -x[1])[:n]}
 
 
-@pytest.mark.parametrize("accept, nodes, n", [(ACCEPT, 20, 20), ([], 0, 60)],
-                         ids=["measured", "nobody has measured it"])
-def test_a_tree_has_the_likeliest_paths(accept, nodes, n, monkeypatch):
+@pytest.mark.parametrize("nodes", [20, 60])
+def test_a_tree_has_the_likeliest_paths(nodes, monkeypatch):
     """The target is fed the tree after a prompt that is read in two parts."""
     model, text = tiny("llama", vocab_size=5), [i * i % 5 for i in range(131)]
-    draft, target = rand(EagleLayer(model), accept, 0.2), EngineLM(model)
+    draft, target = rand(EagleLayer(model), 0.2), EngineLM(model)
     draft.keep([4, 0, 3, 1, 2])
     trees = note_calls(monkeypatch, target, "forward")
     next(eagle(target, text, nodes=nodes, trained=draft))
     ids, parents = trees[-1]
     found = {tuple(ids[x] for x in path_to(i, parents)) for i in range(len(ids))}
-    assert found == grow_by_hand(model, draft, text, n)
+    assert found == grow_by_hand(model, draft, text, nodes)
 
 
 def test_plans_are_trees_of_each_size_and_depth():
     """The draft's first pass has a row for each token of a chunk, and the others have one for each
     node expanded. A tree expands at most a sixth of its nodes on a level."""
-    plans = [*module.plan_eagle(SimpleNamespace(accept=ACCEPT, vocab=torch.arange(20)))]
-    depths = [node.depth for node in best_tree(ACCEPT, 64)]
-    assert len(plans) == sum(depth <= most for depth in depths for most in range(5))
+    rates = [0.5, 0.42, 0.05]
+    plans = [*module.plan_eagle(rates)]
+    depths = [node.depth for node in best_tree([rates] * LEVELS, 64)]
+    assert len(plans) == sum(depth <= most for depth in depths for most in range(1 + LEVELS))
     assert plans[0] == ((1, []), 1.0, 1, 0, 0)
     assert ((3, [1]), pytest.approx(1.92), 3, 1, pytest.approx(1.92)) in plans
-    assert ((5, [1, 1]), pytest.approx(2.3616), 5, 2, pytest.approx(3.3616)) in plans
+    assert ((5, [1, 1]), pytest.approx(2.38), 5, 2, pytest.approx(3.38)) in plans
 
 
 # ------------------------------------------------------------------------------------ training
@@ -103,23 +99,16 @@ def test_the_loss_by_hand(family, sampled, monkeypatch):
     assert len(errors) == 11 and all(p.grad is not None for p in draft.trainable().values())
 
 
-def test_acceptance_by_hand():
-    """The draft reads true rows up to a place, then n rows of guessed features and true tokens, all
-    computed anew. A guess counts if the likeliest guesses above it are right."""
+def test_what_a_training_reports_by_hand():
+    """How often the likeliest guess is right after true features, all computed anew."""
     model, text = tiny("llama", vocab_size=5), [i * i % 37 % 5 for i in range(40)]
-    draft = rand(EagleLayer(model), [], 0.2)
-    right, total = torch.zeros(LEVELS, 4), torch.zeros(LEVELS, 1)
+    draft = rand(EagleLayer(model), 0.2)
     draft.keep([4, 0, 3, 1])
-    for end in range(4, len(text)):  # the first token that is guessed
-        for d in range(min(LEVELS, len(text) - end)):
-            ranked = guess(model, draft, text[:end], text[end:end + d], 4)
-            hits = torch.tensor([x == text[end + d] for x, _ in ranked])
-            right[d], total[d] = right[d] + hits, total[d] + 1
-            if not hits[0]:
-                break
-    [f] = model.get_decoder()(input_ids=torch.tensor([text]), use_cache=False)[0]
-    found = measure_acceptance(draft, [(torch.tensor(text), f.detach(), 4)])
-    assert total[2] > 0 and torch.allclose(torch.tensor(found), right / total.clamp(min=1))
+    right = sum(guess(model, draft, text[:end], [], 1)[0][0] == text[end] for end in range(4, 40))
+    texts = compute_features(model, [(text[:4], text[4:]), (text[:1], text[1:2])], None)
+    figures, line = evaluate(draft, texts)  # the second text has no row that guesses
+    assert figures == {"right": pytest.approx(right / 36)} and 0 < right < 36
+    assert line == f"held-out guesses right {right / 36:.3f}"
 
 
 def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):

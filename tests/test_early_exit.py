@@ -10,7 +10,7 @@ from support.engine import EngineLM
 from support.layers import split_layers
 from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
-from training.acceptance import Text
+from training.texts import Text
 
 PROMPT, E = [3, 1, 4, 1, 5], 2
 

@@ -10,7 +10,6 @@ from cli.graphs import capture
 from common import InputError
 from fake_cuda import FakeCuda
 from helpers import main
-from survey import sequoia
 from trainings import PROMPTS, TRAININGS, TWINS, make_llama, run
 
 
@@ -62,13 +61,12 @@ def test_what_cuda_takes_and_how_many_launches_that_are():
 
 # ----------------------------------------------------------------------------------- trainings
 
-OTHERS = ["survey.draft_verify search", "survey.sequoia calibrate", "hybrid.hybrid fit"]
+OTHERS = ["survey.draft_verify search", "hybrid.hybrid fit"]
 
 
 @pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), *OTHERS])
-def test_a_training_runs_on_the_simulated_gpu(line, tmp_path, monkeypatch):
+def test_a_training_runs_on_the_simulated_gpu(line, tmp_path):
     """It makes a step, and whatever comes before and after it."""
-    monkeypatch.setattr(sequoia, "TOKENS", 4)
     changes = {"steps": 1} if line in TRAININGS else {}
     with FakeCuda() as gpu:
         model = make_llama().to("cuda")

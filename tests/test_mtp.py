@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from common import InputError
 from families import tiny
-from support.clock import rank_tokens
 from support.engine import EngineLM, check, list_layers
+from support.trees import rank_tokens
 from survey.mtp import load_draft, mtp
 
 TEXT = [31, 4, 15, 26, 53, 8, 9, 7, 3]

@@ -5,8 +5,7 @@ import torch
 
 from fake_models import counting
 from helpers import tokens_of
-from support.clock import Node
-from survey import recycling as module
+from support.trees import Acceptance, Node
 from survey.recycling import WIDTH, Successors, recycling
 
 
@@ -25,32 +24,9 @@ def test_every_node_is_learned_from():
     logits = torch.zeros(3, 20)
     logits[0, [5, 6]] = torch.tensor([2.0, 1.0])
     logits[1, 9] = logits[2, 8] = 1
-    known.learn([7, 2, 2], logits, [])
+    known.learn([7, 2, 2], logits)
     assert known.rows[7][:2] == [5, 6] and known.rows[2][0] == 8 and known.rows[4] == [3]
     assert {len(known.rows[7]), len(known.rows[2])} == {WIDTH}
-
-
-def test_how_often_each_successor_was_right_is_counted_by_hand():
-    """The token after 7 is 6, its second successor. After 6 comes 8, its first successor, and after
-    8 comes 3, which 8 does not list. The row of 5 is not known yet. The rows count that were there
-    before the call."""
-    known = Successors()
-    known.rows = {7: [5, 6], 6: [8, 9], 8: [1]}
-    known.learn([7, 6, 8], torch.zeros(3, 20), [6, 8, 3])
-    known.learn([5], torch.zeros(1, 20), [2])
-    first = [hits - begun for hits, begun in zip(known.hits, module.FIRST)]
-    assert first == [1, 1, 0, 0, 0, 0, 0, 0] and known.tried == 32 + 4
-    assert known.rates()[:3] == [14 / 36, 5 / 36, 2 / 36]
-
-
-def test_a_text_changes_the_tree():
-    """The second successor is always right here, so in time it is planned before the first."""
-    known, log = Successors(), []
-    known.rows = {token: [0, (token + 1) % 20] for token in range(1, 20)}
-    known.hits, known.tried = [0, 90, 0, 0, 0, 0, 0, 0], 100
-    known.rows[0] = [9, 1]
-    next(recycling(counting(20), [8, 0], nodes=3, successors=known, log=log))
-    assert log == [{"guessed": 2, "accepted": 2}]
 
 
 def test_a_planned_tree_is_filled_by_hand():

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from common import InputError, autoregressive
 from helpers import tokens_of
 from support.engine import EngineLM
-from support.released import MEDUSA_TREE, is_head, read_files, some_weights
+from support.released import is_head, read_files, some_weights
+from support.trees import best_tree
 from survey import eagle, eagle3, medusa
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
@@ -129,15 +130,14 @@ def medusa_tensors(K: int = 3, own: bool = True) -> dict:
     return draw(shapes)
 
 
-KINDS = {  # `guesses` are those of the released tree. `taps` are the places that are read in
-    # transformers' `output_hidden_states`. EAGLE-3 reads 2, L/2 and L - 3 of L = 12 layers.
-    "eagle": SimpleNamespace(module=eagle, load=eagle.load_draft, config=GROUPS, guesses=59,
+KINDS = {  # `taps` are the places that are read in transformers' `output_hidden_states`. EAGLE-3
+    # reads 2, L/2 and L - 3 of L = 12 layers.
+    "eagle": SimpleNamespace(module=eagle, load=eagle.load_draft, config=GROUPS,
                              tensors=eagle_tensors, step=eagle_step, taps=(12,)),
-    "eagle3": SimpleNamespace(module=eagle3, load=eagle3.load_draft, config=GROUPS, guesses=59,
+    "eagle3": SimpleNamespace(module=eagle3, load=eagle3.load_draft, config=GROUPS,
                               tensors=eagle3_tensors, step=eagle3_step, taps=(2, 6, 9)),
-    "medusa": SimpleNamespace(module=medusa, config=MEDUSA, guesses=61,
-                              load=lambda path, model: medusa.load_heads(path, "medusa", model),
-                              tensors=medusa_tensors)}  # two of 63 guesses are of head 4
+    "medusa": SimpleNamespace(module=medusa, config=MEDUSA, tensors=medusa_tensors,
+                              load=lambda path, model: medusa.load_heads(path, "medusa", model))}
 
 
 def write(folder: Path, config: dict, tensors: dict, file: str = "model.safetensors") -> str:
@@ -217,27 +217,26 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
         logits = x @ (w[f"{k}.1.weight"] if own else model.get_output_embeddings().weight).T
         close(heads.lm_head_of(k + 1)(heads(k + 1, f, None)), logits)
         guesses.append(logits[0, :1500].topk(10).indices.tolist())
-    tree, words = medusa.plan_medusa_tree(heads, 64), [""]
+    tree = best_tree([[0.5, 0.3, 0.1]] * 5, 64)
     ids = medusa.fill_tree(heads, target, f, 9, tree)
-    assert ids == [9] + [guesses[node.depth - 1][node.rank] for node in tree[1:]]
-    for node in tree[1:]:
-        words.append(words[node.parent] + str(node.rank))
-        assert len(words[-1]) == node.depth
-    assert words[1:] == MEDUSA_TREE and len({*words}) == 64 and heads.K == 5
+    assert ids == [9] + [guesses[node.depth - 1][node.rank] for node in tree[1:]] and heads.K == 5
 
 
 # -------------------------------------------------------------------------- decoding with a head
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_head_decodes_with_the_released_tree(tmp_path, embedded, name):
-    """The head is also told from other heads, even if a half type rounded its numbers."""
+def test_a_head_decodes(tmp_path, embedded, name):
+    """Nobody has measured how often its guesses are right, so it begins with few. These are of
+    random weights, so soon there are fewer still. A head is also told from other heads, even if a
+    half type rounded its numbers."""
     kind, (model, *_), log = KINDS[name], embedded, []
     method = vars(kind.module)[name]
     target, adapter = EngineLM(model), write(tmp_path / "head", kind.config, kind.tensors())
-    expected = tokens_of(autoregressive(target, TEXT), 4)
-    assert tokens_of(method(target, TEXT, adapter=adapter, log=log), 4) == expected
+    expected = tokens_of(autoregressive(target, TEXT), 16)
+    assert tokens_of(method(target, TEXT, adapter=adapter, log=log), 16) == expected
+    guessed = [record["guessed"] for record in log]
+    assert 0 < guessed[0] <= 30 and guessed[-1] < guessed[0]
     next(method(target, TEXT, adapter=adapter, nodes=7, log=log))
-    assert {record["guessed"] for record in log[:-1]} == {kind.guesses}
     assert log[-1]["guessed"] == 6
     [part] = [x for key, x in target.memo.items() if adapter in key[1]]
     for scale in (1.01, 1.1):

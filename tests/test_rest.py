@@ -12,10 +12,9 @@ from common import CachedLM, InputError, autoregressive, eos_ids
 from fake_models import path_to, scripted
 from families import near, tiny
 from helpers import tokens_of
-from support.parts import load_part, save_part
-from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, TokensPerCall, as_text, as_tokens,
-                         build, load_datastore, measure_tokens_per_call, plan_rest, rest,
-                         retrieve, retrieve_by_score)
+from support.parts import save_part
+from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, as_text, as_tokens, build,
+                         load_datastore, rest, retrieve, retrieve_by_score)
 from trainings import WORDLESS
 
 
@@ -119,62 +118,33 @@ def test_the_text_comes_before_the_datastore_for_a_suffix(prompt, options, expec
     assert target.trees[0][0][1:] == expected
 
 
-@pytest.mark.parametrize("grow", [False, True])
-def test_what_guesses_bring(grow):
-    """Tokens per call are read by the rows of a call, as measured with the text or without it."""
-    store = Datastore("", {rows: TokensPerCall(rows + 0.5, rows + 0.7) for rows in (1, 8)})
-    more = 0.7 if grow else 0.5
-    assert [*plan_rest(store, grow)] == [(1, 1 + more, 1, 1, 1), (8, 8 + more, 8, 1, 8)]
-
-
 # ------------------------------------------------------------------------------- the datastore
-
-@pytest.mark.parametrize("grow", [False, True])
-def test_tokens_per_call_are_those_of_decoding(grow):
-    """Answers replayed without a model give what the method gives with it."""
-    rng, calls = random.Random(3), 0
-    texts = [rng.choices(range(4), k=40) for _ in range(8)]
-    store, data = store_of(*texts[2:]), [(texts[0][:5], texts[0][5:]), (texts[1][:2], texts[1][2:])]
-    for prompt, answer in data:
-        lm = scripted(lambda text: (prompt + answer + [0] * 99)[len(text)], 4)
-        assert tokens_of(rest(lm, prompt, nodes=7, store=store, grow=grow), len(answer)) == answer
-        calls += lm.calls
-    assert measure_tokens_per_call(store, data, 6, grow) == (35 + 38) / calls > 1
-
 
 def test_a_datastore_has_the_models_own_answers(tmp_path):
     """The answers have the order of the prompts. Each is kept after two tokens of its prompt, and a
-    repeated prompt is kept once. The tokens per call are measured on an answer that is left out for
-    it."""
+    repeated prompt is kept once."""
     model, file = tiny("llama"), tmp_path / "new" / "store.safetensors"
     prompts, eos = [[a, b, 9, 7] for a in range(20, 24) for b in (30, 31)], eos_ids(model, WORDLESS)
     build(model, WORDLESS, [*prompts, prompts[0], [5] * 150], out=file, max_new_tokens=40)
     answers = [tokens_of(autoregressive(CachedLM(model), p), 40, eos) for p in prompts]
     store = load_datastore(str(file), model)
     assert as_tokens(store.text) == [t for answer in answers for t in [9, 7, *answer, -1]]
-    [held_out] = random.Random(0).sample(range(8), 1)
-    others = store_of(*([9, 7, *a] for i, a in enumerate(answers) if i != held_out))
-    expected = [measure_tokens_per_call(others, [(prompts[held_out], answers[held_out])], 15, grow)
-                for grow in (False, True)]
-    assert [*store.tokens_per_call[16]] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("largest, kind", [(65534, torch.uint16), (65535, torch.int32)])
 def test_texts_are_kept_in_two_bytes_a_token_where_they_fit(largest, kind, tmp_path):
-    """All of a long text is kept, and its beginning is measured."""
     model, texts = tiny("llama", vocab_size=65536), [[3, largest, *[8] * 30], [55296, *[8] * 30]]
     build(model, None, texts, out=tmp_path / "x", text=True, max_new_tokens=1)
-    header, _ = load_part(tmp_path / "x", "a REST datastore", model)
     assert load_file(tmp_path / "x")["tokens"].dtype == kind
     store = load_datastore(tmp_path / "x", near(model, 0.05).bfloat16())  # tuned, of another type
     assert as_tokens(store.text) == [*texts[0], -1, *texts[1], -1]
-    assert header["tokens_per_call"][-1] == [1, 1]
 
 
-@pytest.mark.parametrize("tokens, gain", [
-    ([4, 0], [[1, 1]] * 6), ([4, 0], [[1, None]] * 7), ([], [[1, 1]] * 7), ([62, 0], [[1, 1]] * 7)])
-def test_a_damaged_datastore_is_refused(tokens, gain, tmp_path):
+@pytest.mark.parametrize("tokens, said", [
+    ([], "tokens that the model has"), ([62, 0], "tokens that the model has"),
+    ([-1, 0], "a REST datastore")])
+def test_a_damaged_datastore_is_refused(tokens, said, tmp_path):
     model, tensors = tiny("llama"), {"tokens": torch.tensor(tokens, dtype=torch.int32)}
-    save_part(tmp_path / "store", "a REST datastore", model, tensors, tokens_per_call=gain)
-    with pytest.raises(InputError, match="a REST datastore|tokens that the model has"):
+    save_part(tmp_path / "store", "a REST datastore", model, tensors)
+    with pytest.raises(InputError, match=said):
         load_datastore(tmp_path / "store", model)

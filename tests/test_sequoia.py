@@ -1,5 +1,4 @@
-"""Sequoia finds the best tree, samples exactly without replacement, and uses only the rates of its
-pair of models."""
+"""Sequoia finds the best tree by the rates of its ranks, and samples exactly without replacement."""
 import itertools
 import math
 from types import SimpleNamespace
@@ -7,30 +6,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import InputError, Sampler, autoregressive
+from common import Sampler
 from fake_models import Zeros
-from families import near, tiny
-from helpers import note_calls, tokens_of
+from families import tiny
+from helpers import note_calls
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
-from support.engine import EngineLM
-from support import parts
 from support.clock import Choice
-from support.parts import save_facts
+from support.engine import EngineLM
 import survey.sequoia as module
-from survey.sequoia import (calibrate, draw_children, draw_tree, load_rates, parents_of,
-                            plan_sequoia, sequoia, shape_of, tabulate, verify)
+from survey.sequoia import (draw_children, draw_tree, parents_of, plan_sequoia, sequoia, shape_of,
+                            tabulate, verify)
 from test_several_drafts import random_pairs
-from trainings import WORDLESS
 
 PROMPT = [3, 14, 15]
 BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are leaves
-
-
-def rates_file(folder, target, draft, **rates) -> str:
-    """Write what `calibrate` would write for this pair."""
-    rates = rates or {"0.0": (0.6, 0.3, 0.1)}
-    save_facts(folder / "rates.json", {"target": target, "draft": draft}, rates=rates)
-    return str(folder / "rates.json")
 
 
 # -------------------------------------------------------------------------------------- the tree
@@ -146,72 +135,20 @@ def test_draws_are_without_replacement():
 
 @pytest.mark.parametrize("options, sizes, depths", [
     (dict(nodes=8), (8,), (*range(1, 17),)), (dict(depth=2), (2, 4, 8, 16, 32, 64), (2,))])
-def test_the_clock_chooses_what_is_not_given(tmp_path, monkeypatch, options, sizes, depths):
+def test_the_clock_chooses_what_is_not_given(monkeypatch, options, sizes, depths):
     model, seen = tiny("llama"), []
     monkeypatch.setattr(module, "plan_sequoia", lambda P, *given: seen.append(
         given) or [Choice(shape_of(BUSHY), 1.0, 9, 3, 4)])
-    lms = EngineLM(model), EngineLM(model)
-    next(sequoia(*lms, PROMPT, rates=rates_file(tmp_path, model, model), **options))
+    next(sequoia(EngineLM(model), EngineLM(model), PROMPT, **options))
     assert seen == [(sizes, depths)]
 
 
-def test_trees_are_those_of_their_options_and_the_nearest_temperature(tmp_path, monkeypatch):
-    """Also where the same models decode one text after another. A rate of 0 brings a child too."""
+def test_trees_are_those_of_their_options_and_of_what_was_learnt(monkeypatch):
+    """Also where the same models decode one text after another."""
     model = tiny("llama")
-    lms, P = [EngineLM(model), EngineLM(model)], {0.0: (0.9, 0.05), 0.6: (0.4, 0.3, 0)}
-    rates = rates_file(tmp_path, model, model, **{str(t): some for t, some in P.items()})
+    lms, P = [EngineLM(model), EngineLM(model)], [0.6, 0.3, 0.1]
+    monkeypatch.setattr(module.Acceptance, "rates", lambda self: P)
     seen = note_calls(monkeypatch, lms[0], "forward")
-    for t, nearest, nodes, depth in 2 * [
-            (0, 0.0, 4, 1), (0.2, 0.0, 6, 3), (0.4, 0.6, 6, 1), (3.0, 0.6, 4, 3)]:
-        next(sequoia(*lms, PROMPT, nodes=nodes, depth=depth, rates=rates, sample=Sampler(t)))
-        known = tuple(x or 1e-9 for x in P[nearest])
-        assert seen[-1][-1] == parents_of(tabulate(known, nodes, depth), nodes, depth)
-
-
-# --------------------------------------------------------------------------------- calibration
-
-@pytest.fixture
-def calibrated(tmp_path, monkeypatch):
-    """calibrated(model, small, …) runs `calibrate`: it returns its file and the ids of trees."""
-    def run(model, small, prompts, temperatures=(0.0,)):
-        seen, draw = [], module.draw_tree
-        monkeypatch.setattr(module, "TEMPERATURES", temperatures)
-        monkeypatch.setattr(parts, "load", lambda *_: (small, WORDLESS))
-        monkeypatch.setattr(module, "draw_tree",
-                            lambda *given: seen.append(draw(*given)) or seen[-1])
-        calibrate(model, WORDLESS, prompts, out=tmp_path / "rates.json")
-        return tmp_path / "rates.json", [ids for ids, _ in seen]
-    return run
-
-
-def test_calibration_counts_the_children_of_one_level(calibrated, monkeypatch):
-    """The draft's guesses in order of rank at each token of the target's own output: by hand, from
-    passes without a cache. After an accepted child the next token is skipped."""
-    model = tiny("llama")
-    small = near(model, 0.05)
-    monkeypatch.setattr(module, "TOKENS", 40)
-    file, _ = calibrated(model, small, [PROMPT], temperatures=(0.0, 5.0))
-    text = PROMPT + tokens_of(autoregressive(EngineLM(model), PROMPT), 41)
-    with torch.inference_mode():
-        order = small(input_ids=torch.tensor([text]), use_cache=False).logits[0].argsort(
-            -1, descending=True)
-    ranks, at = [], len(PROMPT)
-    while at < len(PROMPT) + 40:
-        ranks.append(order[at - 1].tolist().index(text[at]))
-        at += 2 if ranks[-1] < 16 else 1
-    rates = load_rates(file, model, small)
-    expected = [max(ranks.count(b) / len(ranks), 1e-9) for b in range(16)]
-    assert rates[0.0] == pytest.approx(expected, abs=1e-4) and expected[1] > 1e-9
-    assert rates[5.0][0] > 0.9 > rates[0.0][0]  # where both are nearly flat they agree
-
-
-def test_calibration_keeps_to_the_context_and_to_answers(calibrated):
-    """Prompts without room are not measured, and nothing after an EOS is."""
-    model = tiny("llama")
-    answer = tokens_of(autoregressive(EngineLM(model), PROMPT), 30)
-    model.generation_config.eos_token_id = answer[5]
-    _, trees = calibrated(model, model, [[9] * 33, PROMPT])
-    roots = [PROMPT[-1], *answer[1:answer.index(answer[5]):2]]  # two tokens a round
-    assert [ids[0] for ids in trees] == roots
-    with pytest.raises(InputError, match="expected prompts of at most 32 tokens, got none"):
-        calibrated(model, model, [[9] * 33])
+    for nodes, depth in 2 * [(4, 1), (6, 3), (6, 1), (4, 3)]:
+        next(sequoia(*lms, PROMPT, nodes=nodes, depth=depth))
+        assert seen[-1][-1] == parents_of(tabulate(P, nodes, depth), nodes, depth)

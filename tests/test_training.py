@@ -113,14 +113,6 @@ def test_reports(capsys):
     assert lines[0] == "step 0: in all 1.600" and len(lines) == 14
 
 
-def test_a_part_gets_the_figures_after_the_last_step():
-    w, numbers, model = torch.nn.Parameter(torch.ones(2)), itertools.count(), tiny("llama")
-    part = SimpleNamespace(trainable=lambda: {"w": w})
-    fit_part(part, model, (), [], [], lambda rng: w.sum(),
-             lambda: ({"accept": next(numbers)}, ""), name="x", steps=1, lr=0.1)
-    assert part.accept == 1
-
-
 @pytest.mark.parametrize("scale", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite_is_refused(scale):
     with pytest.raises(InputError, match="--lr must be below 0.1: the loss is"):
@@ -283,7 +275,7 @@ def watch(monkeypatch, act) -> None:
 
     def updates(self, evaluate):
         yield from act(self, real(self, evaluate))
-        self.curve.setdefault(self.steps, {"accept": [], "right": []})
+        self.curve.setdefault(self.steps, {})
     monkeypatch.setattr(Training, "updates", updates)
 
 

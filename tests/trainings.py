@@ -7,13 +7,10 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 import cllm
 from cli.commands import parse_command
 from cli.options import read_options, select_options
-from families import deep, near
-from survey import sequoia
+from families import deep
 from training.loop import digest
 
 TRAININGS = {  # a training: the decoding that reads OUT
@@ -81,11 +78,9 @@ def run(line: str, folder: Path, model, prompts=PROMPTS, **changes) -> Path:
         cllm.collect(model, WORDLESS, prompts, out=options["data"], n=4, max_new_tokens=6)
     else:
         options["prompts"] = prompts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequoia, "draft_for", lambda model, *_: near(model, 0.1))
-        shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier run
-        Path(folder / "out").unlink(missing_ok=True)
-        command(model, WORDLESS, **options)
+    shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier run
+    Path(folder / "out").unlink(missing_ok=True)
+    command(model, WORDLESS, **options)
     return folder / "out"
 
 

@@ -13,7 +13,7 @@ loop of `Training.train`, to which a method brings the parameters that it trains
 
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, …)
     def loss_of(rng): …        # sample some of `data` by `rng`, and return their loss
-    def evaluate(): …          # return ({"accept": figures of held_out}, "a line to print")
+    def evaluate(): …          # return ({"right": figures of held_out}, "a line to print")
     fit_part(part, model, form, data, held_out, loss_of, evaluate, name=…, steps=…, lr=…, work=work)
     save_trained(out, part, model, **form)      # a file that `load_trained` of parts.py reads
 
@@ -637,7 +637,7 @@ class Training:
 def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
              evaluate: Callable, *, steps: int, models: tuple = (), work: Path | None = None,
              **how) -> None:
-    """Train a part beside a frozen model, and give it the figures after the last step.
+    """Train a part beside a frozen model.
 
     part      the part, which has `trainable()`
     model     the frozen model
@@ -645,7 +645,7 @@ def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], l
     data      pairs to learn from
     held_out  pairs to measure by
     loss_of   as for `Training.train`
-    evaluate  as for `Training.train`. Its figures become attributes of the part
+    evaluate  as for `Training.train`
     steps     how many steps are trained
     models    other models that run
     work      the folder of checkpoints. None: there are none
@@ -654,5 +654,4 @@ def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], l
     fingerprint = digest(model.state_dict()), form, data, held_out
     training = Training(part.trainable(), fingerprint, steps=steps, folder=work,
                         models=(model, *models), **how)
-    for name, figure in training.train(loss_of, evaluate)[steps].items():
-        setattr(part, name, figure)
+    training.train(loss_of, evaluate)

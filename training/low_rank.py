@@ -99,7 +99,6 @@ class Tuned:
     model     the tuned model
     changes   all that is trained, by name
     """
-    facts = ()
     vocab = None
 
     def __init__(self, original, rank: int, seed: int = 0):
