@@ -82,7 +82,8 @@ from support.layers import move_counts
 from support.parts import load_trained, save_trained, score_with
 from support.settings import Pair
 from support.trees import Acceptance
-from training.loop import (count_tokens, divergence_in_parts, fit_part, prepare_training, read_answers, sample_alike, warm_linear)
+from training.loop import (count_tokens, divergence_in_parts, fit_part, prepare_training,
+                           read_answers, sample_alike, warm_linear)
 from training.low_rank import Tuned, prepare_changes
 
 import torch

@@ -226,16 +226,14 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_head_decodes(tmp_path, embedded, name):
-    """Nobody has measured how often its guesses are right, so it begins with few. These are of
-    random weights, so soon there are fewer still. A head is also told from other heads, even if a
-    half type rounded its numbers."""
+    """It begins with few guesses. It is also told from other heads, even if a half type rounded its
+    numbers."""
     kind, (model, *_), log = KINDS[name], embedded, []
     method = vars(kind.module)[name]
     target, adapter = EngineLM(model), write(tmp_path / "head", kind.config, kind.tensors())
     expected = tokens_of(autoregressive(target, TEXT), 16)
     assert tokens_of(method(target, TEXT, adapter=adapter, log=log), 16) == expected
-    guessed = [record["guessed"] for record in log]
-    assert 0 < guessed[0] <= 30 and guessed[-1] < guessed[0]
+    assert 0 < log[0]["guessed"] < 20
     next(method(target, TEXT, adapter=adapter, nodes=7, log=log))
     assert log[-1]["guessed"] == 6
     [part] = [x for key, x in target.memo.items() if adapter in key[1]]

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from survey.masks import guess_answers
 from training import loop as training
 from support.settings import Settings, use_settings
 from training.loop import (Training, answer_all, collect_answers, compute_in_parts, cosine,
-                           divergence, find_frequent, fit_part, prepare_training, read_texts,
+                           divergence, find_frequent, prepare_training, read_texts,
                            sample_alike, warm_cosine, warm_linear)
 from trainings import PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
