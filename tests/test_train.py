@@ -1,5 +1,5 @@
-"""models/train.py makes the embedded models from generated tasks. For any target it makes a draft of
-some of its layers."""
+"""models/train.py makes the embedded models from generated tasks. It also makes a draft for any
+target, of some of its layers."""
 import itertools
 import random
 
