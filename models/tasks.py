@@ -60,6 +60,8 @@ def make_examples(task: str, split: str, seed: int = 0):
     rng = random.Random(f"{task} {split} {seed}")
     while True:
         example = {"sql": make_sql, "math": make_math, "code": make_code}[task](rng)
+        # A template holds the placeholders of its wordings, such as {k}. If one of them had another
+        # name, other examples would be held out.
         held_out = zlib.crc32(example.template.encode()) % 10 == 0
         if held_out == (split == "test"):
             yield example
@@ -105,11 +107,8 @@ ITEMS = ("apples pears plums lemons eggs cookies cakes pies muffins candies marb
          "toys dolls kites cups plates candles tickets photos ribbons badges nuts dates figs "
          "melons").split()
 PACKS = "boxes bags packs baskets jars crates trays bundles".split()
-GOODS = [("a pen", "pens"), ("a book", "books"), ("a cup", "cups"), ("a hat", "hats"),
-         ("a pie", "pies"), ("a toy", "toys"), ("a ball", "balls"), ("a kite", "kites"),
-         ("a cake", "cakes"), ("a lamp", "lamps"), ("a plate", "plates"), ("a ticket", "tickets"),
-         ("a shirt", "shirts"), ("a plant", "plants"), ("a map", "maps"), ("a doll", "dolls"),
-         ("a card", "cards"), ("a candle", "candles")]
+GOODS = ("pen book cup hat pie toy ball kite cake lamp plate ticket shirt plant map doll card "
+         "candle").split()
 MAKERS = [("A machine", "makes"), ("A baker", "bakes"), ("A farm", "packs"),
           ("A factory", "builds"), ("A printer", "prints"), ("A robot", "paints")]
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
@@ -136,96 +135,70 @@ def choose_person(rng):
             else (rng.choice(SHE), "she", "her", "her"))
 
 
-@dataclass
-class Story:
-    """Say whose things a story is about, which things they are, and how many there are now."""
-    name: str
-    he: str
-    him: str
-    his: str
-    items: str
-    n: int
-    friend: str
-
-    @property
-    def He(self) -> str:
-        return self.he.capitalize()
-
-
-# What can happen to the things of a story. Each function returns three wordings, the steps of the
-# solution, and how many things there are then.
-
-def gain(rng, s: Story):
-    k = rng.randint(2, rng.choice((20, 150)))
-    return ((f"{s.He} buys {k} more {s.items}.", f"{s.friend} gives {s.him} {k} {s.items}.",
-             f"Then {s.he} finds {k} more."),
-            [f"{s.name} now has {s.n} + {k} = {s.n + k} {s.items}."], s.n + k)
-
-
-def lose(rng, s: Story):
-    k = rng.randint(2, s.n - 2)
-    return ((f"{s.He} gives {k} {s.items} to {s.friend}.", f"Then {s.he} loses {k} of them.",
-             f"{s.He} sells {k} of {s.his} {s.items}."),
-            [f"{s.name} has {s.n} - {k} = {s.n - k} {s.items} left."], s.n - k)
-
-
-def pack(rng, s: Story):
-    boxes, k, p = rng.choice(PACKS), rng.randint(2, 9), rng.randint(2, 12)
-    return ((f"{s.He} buys {k} {boxes} of {p} {s.items} each.",
-             f"{s.friend} brings {s.him} {k} {boxes} with {p} {s.items} in each.",
-             f"Then {s.he} gets {k} {boxes}, each with {p} {s.items}."),
-            [f"The {k} {boxes} hold {k} * {p} = {k * p} {s.items}.",
-             f"{s.name} now has {s.n} + {k * p} = {s.n + k * p} {s.items}."], s.n + k * p)
+# What can happen to the things of a story: three wordings, and the steps of the solution. There are
+# n things before the event, and m after it.
+EVENTS = {
+    "gain": (("{He} buys {k} more {items}.", "{friend} gives {him} {k} {items}.",
+              "Then {he} finds {k} more."),
+             ["{name} now has {n} + {k} = {m} {items}."]),
+    "lose": (("{He} gives {k} {items} to {friend}.", "Then {he} loses {k} of them.",
+              "{He} sells {k} of {his} {items}."),
+             ["{name} has {n} - {k} = {m} {items} left."]),
+    "pack": (("{He} buys {k} {boxes} of {p} {items} each.",
+              "{friend} brings {him} {k} {boxes} with {p} {items} in each.",
+              "Then {he} gets {k} {boxes}, each with {p} {items}."),
+             ["The {k} {boxes} hold {k} * {p} = {packed} {items}.",
+              "{name} now has {n} + {packed} = {m} {items}."]),
+    "double": (("{friend} {doubles} {his} {items}.", "A week later {he} has {twice} as many.",
+                "Then the number of {his} {items} {doubles}."),
+               ["{name} now has {n} * {k} = {m} {items}."]),
+    "half": (("{He} gives half of them to {friend}.",
+              "Then {he} eats or breaks half of {his} {items}.",
+              "{He} sells half of {his} {items}."),
+             ["{name} has {n} / 2 = {m} {items} left."])}
+# What can be asked about the n things at the end of a story: two wordings, and for each of them the
+# steps of the solution. The answer is m.
+ENDS = {
+    "count": (("How many {items} does {name} have now?",
+               "How many {items} does {he} have in the end?"), ([], [])),
+    "share": (("{He} shares all {items} equally among {k} friends. How many does each friend get?",
+               "{He} puts them into {k} equal groups. How many {items} are in each group?"),
+              (["Each friend gets {n} / {k} = {m} {items}."],
+               ["Each group has {n} / {k} = {m} {items}."])),
+    "sell": (("{He} sells all of them for {k} dollars each. How many dollars does {he} get?",
+              "Each one is worth {k} dollars. How many dollars are they worth?"),
+             (["{name} gets {n} * {k} = {m} dollars."],
+              ["They are worth {n} * {k} = {m} dollars."]))}
 
 
-def double(rng, s: Story):
-    if s.n > 80 or rng.random() < 0.5:
-        k, doubles, twice = 2, "doubles", "twice"
-    else:
-        k, doubles, twice = 3, "triples", "three times"
-    return ((f"{s.friend} {doubles} {s.his} {s.items}.",
-             f"A week later {s.he} has {twice} as many.",
-             f"Then the number of {s.his} {s.items} {doubles}."),
-            [f"{s.name} now has {s.n} * {k} = {s.n * k} {s.items}."], s.n * k)
+def draw_event(rng, kind, n):
+    """Draw what happens to n things, or what is asked about them.
 
-
-def half(rng, s: Story):
-    return ((f"{s.He} gives half of them to {s.friend}.",
-             f"Then {s.he} eats or breaks half of {s.his} {s.items}.",
-             f"{s.He} sells half of {s.his} {s.items}."),
-            [f"{s.name} has {s.n} / 2 = {s.n // 2} {s.items} left."], s.n // 2)
-
-
-EVENTS = {"gain": gain, "lose": lose, "pack": pack, "double": double, "half": half}
-
-
-# What can be asked at the end of a story. Each function returns two wordings, the steps of the
-# solution for each, and the answer.
-
-def count(rng, s: Story):
-    return ((f"How many {s.items} does {s.name} have now?",
-             f"How many {s.items} does {s.he} have in the end?"), ([], []), s.n)
-
-
-def share(rng, s: Story):
-    k = rng.choice(find_shares(s.n))
-    return ((f"{s.He} shares all {s.items} equally among {k} friends. "
-             "How many does each friend get?",
-             f"{s.He} puts them into {k} equal groups. How many {s.items} are in each group?"),
-            ([f"Each friend gets {s.n} / {k} = {s.n // k} {s.items}."],
-             [f"Each group has {s.n} / {k} = {s.n // k} {s.items}."]), s.n // k)
-
-
-def sell(rng, s: Story):
-    k = rng.randint(2, 9)
-    return ((f"{s.He} sells all of them for {k} dollars each. "
-             f"How many dollars does {s.he} get?",
-             f"Each one is worth {k} dollars. How many dollars are they worth?"),
-            ([f"{s.name} gets {s.n} * {k} = {s.n * k} dollars."],
-             [f"They are worth {s.n} * {k} = {s.n * k} dollars."]), s.n * k)
-
-
-ENDS = {"count": count, "share": share, "sell": sell}
+    kind     a key of EVENTS or ENDS
+    returns  values for its wordings and steps
+    """
+    if kind == "gain":
+        k = rng.randint(2, rng.choice((20, 150)))
+        return {"k": k, "m": n + k}
+    if kind == "lose":
+        k = rng.randint(2, n - 2)
+        return {"k": k, "m": n - k}
+    if kind == "pack":
+        boxes, k, p = rng.choice(PACKS), rng.randint(2, 9), rng.randint(2, 12)
+        return {"boxes": boxes, "k": k, "p": p, "packed": k * p, "m": n + k * p}
+    if kind == "double":
+        if n > 80 or rng.random() < 0.5:
+            return {"k": 2, "doubles": "doubles", "twice": "twice", "m": n * 2}
+        return {"k": 3, "doubles": "triples", "twice": "three times", "m": n * 3}
+    if kind == "half":
+        return {"m": n // 2}
+    if kind == "share":
+        k = rng.choice(find_shares(n))
+        return {"k": k, "m": n // k}
+    if kind == "sell":
+        k = rng.randint(2, 9)
+        return {"k": k, "m": n * k}
+    return {"m": n}
 
 
 def find_shares(n: int) -> list[int]:
@@ -238,29 +211,32 @@ def find_shares(n: int) -> list[int]:
 
 def story(rng):
     """Tell how one person's things become more and fewer, one event after another."""
-    who = choose_person(rng)
+    name, he, him, his = choose_person(rng)
     items, n = rng.choice(ITEMS), rng.randint(5, rng.choice((30, 200)))
-    friend = rng.choice([x for x in HE + SHE if x != who[0]])
-    s = Story(*who, items, n, friend)
+    friend = rng.choice([x for x in HE + SHE if x != name])
+    words = {"name": name, "he": he, "He": he.capitalize(), "him": him, "his": his, "items": items,
+             "friend": friend}
     first = rng.randrange(2)
-    text = [(f"{s.name} has {n} {items}.", f"At first {s.name} has {n} {items}.")[first]]
+    text = [(f"{name} has {n} {items}.", f"At first {name} has {n} {items}.")[first]]
     steps, template = [], [f"story {first}"]
     for _ in range(rng.randint(1, 4)):
-        kinds = (["gain", "pack"] * (s.n <= 300) + ["lose"] * (s.n >= 5)
-                 + ["double"] * (s.n <= 150) + ["half"] * (s.n % 2 == 0 and s.n >= 8))
+        kinds = (["gain", "pack"] * (n <= 300) + ["lose"] * (n >= 5) + ["double"] * (n <= 150)
+                 + ["half"] * (n % 2 == 0 and n >= 8))
         kind, way = rng.choice(kinds), rng.randrange(3)
+        wordings, solved = EVENTS[kind]
+        values = {**words, "n": n, **draw_event(rng, kind, n)}
+        text.append(wordings[way].format(**values))
+        steps += [step.format(**values) for step in solved]
         template.append(f"{kind} {way}")
-        wordings, solved, s.n = EVENTS[kind](rng, s)
-        text.append(wordings[way])
-        steps += solved
-    end = rng.choice(["count", "count"] + ["share"] * bool(find_shares(s.n))
-                     + ["sell"] * (s.n <= 60))
+        n = values["m"]
+    end = rng.choice(["count", "count"] + ["share"] * bool(find_shares(n)) + ["sell"] * (n <= 60))
     way = rng.randrange(2)
+    wordings, solved = ENDS[end]
+    values = {**words, "n": n, **draw_event(rng, end, n)}
+    text.append(wordings[way].format(**values))
+    steps += [step.format(**values) for step in solved[way]]
     template.append(f"{end} {way}")
-    wordings, solved, answer = ENDS[end](rng, s)
-    text.append(wordings[way])
-    steps += solved[way]
-    return " ".join(text), steps, answer, ", ".join(template)
+    return " ".join(text), steps, values["m"], ", ".join(template)
 
 
 def shop(rng):
@@ -269,24 +245,22 @@ def shop(rng):
     goods = rng.sample(GOODS, rng.randint(2, 3))
     prices, amounts = [rng.randint(2, 25) for _ in goods], [rng.randint(2, 9) for _ in goods]
     way, end = rng.randrange(2), rng.randrange(2 if len(goods) == 3 else 4)
-    costs = [f"{one} costs {p} dollars" for (one, _), p in zip(goods, prices)]
-    bought = [f"{a} {many}" for (_, many), a in zip(goods, amounts)]
+    costs = [f"a {one} costs {p} dollars" for one, p in zip(goods, prices)]
+    bought = [f"{a} {one}s" for one, a in zip(goods, amounts)]
     costs, bought = (", ".join(x[:-1]) + " and " + x[-1] for x in (costs, bought))
-    text = (costs[0].upper() + costs[1:] + ". "
-            + (f"{name} buys {bought}.", f"{name} needs {bought}.")[way])
-    steps = [f"The {many} cost {a} * {p} = {a * p} dollars."
-             for (_, many), p, a in zip(goods, prices, amounts)]
+    text = costs.capitalize() + (f". {name} buys {bought}.", f". {name} needs {bought}.")[way]
+    steps = [f"The {one}s cost {a} * {p} = {a * p} dollars."
+             for one, p, a in zip(goods, prices, amounts)]
     total = prices[0] * amounts[0]
     for p, a in zip(prices[1:], amounts[1:]):
         steps.append(f"That makes {total} + {p * a} = {total + p * a} dollars.")
         total += p * a
-    if end < 2:
-        text += (f" How many dollars does {he} pay?", " How much is that in dollars?")[end]
-    else:
-        paid = next(x for x in (50, 100, 200, 500, 1000) if x > total)
-        text += (f" {he.capitalize()} pays with {paid} dollars. "
-                 f"How many dollars does {he} get back?",
-                 f" {he.capitalize()} has {paid} dollars. How many dollars are left?")[end - 2]
+    paid = next(x for x in (50, 100, 200, 500, 1000) if x > total)
+    He = he.capitalize()
+    text += (f" How many dollars does {he} pay?", " How much is that in dollars?",
+             f" {He} pays with {paid} dollars. How many dollars does {he} get back?",
+             f" {He} has {paid} dollars. How many dollars are left?")[end]
+    if end > 1:
         steps.append(f"{name} has {paid} - {total} = {paid - total} dollars left.")
         total = paid - total
     return text, steps, total, f"shop {len(goods)} {way} {end}"
@@ -310,16 +284,14 @@ def rate(rng):
         steps = [f"On {d} it {makes} {k} * {h} = {k * h} {items}." for d, h in zip(days, hours)]
         steps.append(f"Together that is {k * hours[0]} + {k * hours[1]} = {total} {items}.")
         text += " Day by day,"
-    if end == 0:
-        text += f" how many {items} is that?"
-    else:
-        bad = rng.randint(2, total - 2)
-        text += (f" how many {items} are good if {bad} are broken?",
-                 f" how many {items} are left if {bad} are sold?")[end - 1]
-        steps.append((f"There are {total} - {bad} = {total - bad} good {items}.",
-                      f"There are {total} - {bad} = {total - bad} {items} left.")[end - 1])
-        total -= bad
-    return text, steps, total, f"rate {way} {first} {end}"
+    bad = rng.randint(2, total - 2) if end > 0 else 0
+    text += (f" how many {items} is that?", f" how many {items} are good if {bad} are broken?",
+             f" how many {items} are left if {bad} are sold?")[end]
+    if end == 1:
+        steps.append(f"There are {total} - {bad} = {total - bad} good {items}.")
+    if end == 2:
+        steps.append(f"There are {total} - {bad} = {total - bad} {items} left.")
+    return text, steps, total - bad, f"rate {way} {first} {end}"
 
 
 def compare(rng):
@@ -348,66 +320,47 @@ def compare(rng):
 
 # ---------------------------------------------------------------- sql
 
-CITIES = "Paris London Rome Madrid Berlin Tokyo Lima Cairo Oslo Delhi Boston Sydney".split()
-COUNTRIES = "France Spain Italy Japan Peru Egypt Norway India Canada Brazil Chile Kenya".split()
-COLORS = "red blue green black white yellow brown silver".split()
-PEOPLE = HE + SHE
-LEVELS = "low medium high basic gold top".split()
-# For each table: its plural, its text columns with their values, and its number columns with their
-# largest values.
+PEOPLE = " ".join(HE + SHE)
+CITIES = "Paris London Rome Madrid Berlin Tokyo Lima Cairo Oslo Delhi Boston Sydney"
+COUNTRIES = "France Spain Italy Japan Peru Egypt Norway India Canada Brazil Chile Kenya"
+COLORS = "red blue green black white yellow brown silver"
+TITLES = "Dawn Rivers Winter Garden Silence Home"
+# For each table its columns: the words of a column of text, or the largest number of another one.
 TABLES = {
-    "singer": ("singers", {"name": PEOPLE, "country": COUNTRIES,
-                           "style": "pop rock jazz folk opera blues".split()},
-               {"age": 90, "albums": 30, "fans": 500}),
-    "student": ("students", {"name": PEOPLE, "city": CITIES,
-                             "major": "math history biology law art physics".split()},
-                {"age": 40, "grade": 20, "credits": 200}),
-    "teacher": ("teachers", {"name": PEOPLE, "country": COUNTRIES,
-                             "subject": "math history biology music art physics".split()},
-                {"age": 70, "salary": 900, "hours": 40}),
-    "car": ("cars", {"brand": "Ford Fiat Audi Seat Volvo Honda".split(), "color": COLORS,
-                     "fuel": "gas diesel electric hybrid".split()},
-            {"price": 900, "doors": 5, "speed": 250}),
-    "book": ("books", {"title": "Dawn Rivers Winter Garden Silence Home".split(), "author": PEOPLE,
-                       "genre": "crime poetry drama fantasy travel history".split()},
-             {"pages": 900, "price": 80, "copies": 60}),
-    "hotel": ("hotels", {"name": "Plaza Grand Royal Astoria Central Palace".split(),
-                         "city": CITIES, "level": LEVELS},
-              {"rooms": 400, "stars": 5, "price": 500}),
-    "dog": ("dogs", {"name": "Rex Bella Rocky Luna Buddy Daisy".split(),
-                     "breed": "poodle beagle boxer husky collie terrier".split(), "color": COLORS},
-            {"age": 18, "weight": 60, "prizes": 9}),
-    "flight": ("flights", {"origin": CITIES,
-                           "airline": "Delta Iberia Qantas Lufthansa Finnair".split(),
-                           "status": "late early cancelled boarding".split()},
-               {"distance": 900, "seats": 400, "price": 800}),
-    "employee": ("employees", {"name": PEOPLE,
-                               "job": "clerk driver nurse cook engineer manager".split(),
-                               "city": CITIES},
-                 {"age": 70, "salary": 900, "bonus": 90}),
-    "player": ("players", {"name": PEOPLE, "country": COUNTRIES,
-                           "position": "goalkeeper defender striker captain".split()},
-               {"age": 45, "goals": 99, "height": 220}),
-    "film": ("films", {"title": "Dawn Rivers Winter Garden Silence Home".split(),
-                       "director": PEOPLE,
-                       "genre": "crime comedy drama fantasy horror action".split()},
-             {"year": 99, "length": 240, "rating": 10}),
-    "product": ("products", {"name": "chair table lamp sofa desk shelf".split(), "color": COLORS,
-                             "material": "wood steel glass plastic leather".split()},
-                {"price": 900, "stock": 99, "weight": 80}),
-    "shop": ("shops", {"name": "Corner Market Bazaar Depot Outlet Store".split(), "city": CITIES,
-                       "owner": PEOPLE},
-             {"size": 900, "sales": 800, "staff": 50}),
-    "team": ("teams", {"name": "Tigers Lions Eagles Sharks Wolves Bears".split(), "city": CITIES,
-                       "league": "north south east west".split()},
-             {"wins": 60, "losses": 60, "points": 180}),
-    "museum": ("museums", {"name": "National Modern Science Maritime Folk".split(), "city": CITIES,
-                           "topic": "art war nature space trains".split()},
-               {"rooms": 90, "visitors": 900, "price": 40}),
-    "plant": ("plants", {"name": "fern cactus ivy orchid tulip palm".split(), "color": COLORS,
-                         "climate": "dry wet cold mild".split()},
-              {"height": 300, "price": 90, "age": 50}),
-}
+    "singer": dict(name=PEOPLE, country=COUNTRIES, style="pop rock jazz folk opera blues",
+                   age=90, albums=30, fans=500),
+    "student": dict(name=PEOPLE, city=CITIES, major="math history biology law art physics",
+                    age=40, grade=20, credits=200),
+    "teacher": dict(name=PEOPLE, country=COUNTRIES,
+                    subject="math history biology music art physics",
+                    age=70, salary=900, hours=40),
+    "car": dict(brand="Ford Fiat Audi Seat Volvo Honda", color=COLORS,
+                fuel="gas diesel electric hybrid", price=900, doors=5, speed=250),
+    "book": dict(title=TITLES, author=PEOPLE, genre="crime poetry drama fantasy travel history",
+                 pages=900, price=80, copies=60),
+    "hotel": dict(name="Plaza Grand Royal Astoria Central Palace", city=CITIES,
+                  level="low medium high basic gold top", rooms=400, stars=5, price=500),
+    "dog": dict(name="Rex Bella Rocky Luna Buddy Daisy",
+                breed="poodle beagle boxer husky collie terrier", color=COLORS,
+                age=18, weight=60, prizes=9),
+    "flight": dict(origin=CITIES, airline="Delta Iberia Qantas Lufthansa Finnair",
+                   status="late early cancelled boarding", distance=900, seats=400, price=800),
+    "employee": dict(name=PEOPLE, job="clerk driver nurse cook engineer manager", city=CITIES,
+                     age=70, salary=900, bonus=90),
+    "player": dict(name=PEOPLE, country=COUNTRIES,
+                   position="goalkeeper defender striker captain", age=45, goals=99, height=220),
+    "film": dict(title=TITLES, director=PEOPLE, genre="crime comedy drama fantasy horror action",
+                 year=99, length=240, rating=10),
+    "product": dict(name="chair table lamp sofa desk shelf", color=COLORS,
+                    material="wood steel glass plastic leather", price=900, stock=99, weight=80),
+    "shop": dict(name="Corner Market Bazaar Depot Outlet Store", city=CITIES, owner=PEOPLE,
+                 size=900, sales=800, staff=50),
+    "team": dict(name="Tigers Lions Eagles Sharks Wolves Bears", city=CITIES,
+                 league="north south east west", wins=60, losses=60, points=180),
+    "museum": dict(name="National Modern Science Maritime Folk", city=CITIES,
+                   topic="art war nature space trains", rooms=90, visitors=900, price=40),
+    "plant": dict(name="fern cactus ivy orchid tulip palm", color=COLORS,
+                  climate="dry wet cold mild", height=300, price=90, age=50)}
 COMPARISONS = [("above {n}", ">"), ("below {n}", "<"), ("over {n}", ">"), ("under {n}", "<"),
                ("of at least {n}", ">="), ("of at most {n}", "<="), ("equal to {n}", "=")]
 AGGREGATES = [("average", "avg"), ("maximum", "max"), ("minimum", "min"), ("total", "sum"),
@@ -417,12 +370,12 @@ AGGREGATES = [("average", "avg"), ("maximum", "max"), ("minimum", "min"), ("tota
 def make_sql(rng: random.Random) -> Example:
     """Make a schema of one or two tables, and a question about it."""
     tables = rng.sample(sorted(TABLES), rng.choice((1, 2, 2)))
-    schema = {}  # for each table its columns, each with its values or its largest number
+    schema = {}  # like TABLES, but with some of the columns
     for table in tables:
-        _, texts, numbers = TABLES[table]
-        columns = (rng.sample(sorted(texts), rng.randint(2, len(texts)))
-                   + rng.sample(sorted(numbers), rng.randint(1, len(numbers))))
-        schema[table] = {c: (texts | numbers)[c] for c in rng.sample(columns, len(columns))}
+        texts, numbers = (sorted(find_columns(TABLES[table], kind)) for kind in (str, int))
+        columns = (rng.sample(texts, rng.randint(2, len(texts)))
+                   + rng.sample(numbers, rng.randint(1, len(numbers))))
+        schema[table] = {c: TABLES[table][c] for c in rng.sample(columns, len(columns))}
     if len(tables) == 2:  # rows of the second table belong to rows of the first
         schema[tables[1]][f"{tables[0]}_id"] = 12
     question, query, template = (
@@ -432,29 +385,36 @@ def make_sql(rng: random.Random) -> Example:
                    {"query": query, "schema": schema})
 
 
+def find_columns(columns, kind=(str, int)):
+    """Find the names of the columns of text (str), of numbers (int) or of both.
+
+    A column that names rows of another table is none of them.
+    """
+    return [c for c in columns if isinstance(columns[c], kind) and not c.endswith("_id")]
+
+
 # Conditions on rows. Each function returns a condition in English and in SQL, and its part of the
 # template.
 
 def make_condition(rng, columns, prefix=""):
     """Make a condition on one of these columns.
 
-    columns  for each column its values, or its largest number
+    columns  the columns of a table, as in TABLES
     prefix   what stands before the column in SQL, such as "p."
     """
-    column = rng.choice([c for c in columns if not c.endswith("_id")])
+    column = rng.choice(find_columns(columns))
     values = columns[column]
     if isinstance(values, int):
         (words, op), n = rng.choice(COMPARISONS), rng.randint(2, max(2, values - 1))
         return f"with {column} {words.format(n=n)}", f"{prefix}{column} {op} {n}", words
-    value, (words, op) = rng.choice(values), rng.choice([
+    value, (words, op) = rng.choice(values.split()), rng.choice([
         ("whose {c} is {v}", "="), ("with {c} {v}", "="), ("whose {c} is not {v}", "!=")])
     return words.format(c=column, v=value), f"{prefix}{column} {op} '{value}'", words
 
 
 def make_nested_condition(rng, table, schema):
     """Make a condition on a table that holds a query of its own."""
-    number = rng.choice([c for c, v in schema[table].items()
-                         if isinstance(v, int) and not c.endswith("_id")])
+    number = rng.choice(find_columns(schema[table], int))
     children = [t for t in schema if f"{table}_id" in schema[t]]
     if not children or rng.random() < 0.4:
         if rng.random() < 0.3:
@@ -464,123 +424,100 @@ def make_nested_condition(rng, table, schema):
         words, op = rng.choice([("above", ">"), ("below", "<")])
         return (f"with {number} {words} the average",
                 f"{number} {op} (SELECT avg({number}) FROM {table})", f"nested {words}")
-    many, key, n = TABLES[children[0]][0], f"{table}_id", rng.randint(2, 6)
+    child, key, n = children[0], f"{table}_id", rng.randint(2, 6)
     words, query = rng.choice([
         ("that have {many}", "id IN (SELECT {key} FROM {child})"),
         ("without {many}", "id NOT IN (SELECT {key} FROM {child})"),
         ("that have at least {n} {many}",
          "id IN (SELECT {key} FROM {child} GROUP BY {key} HAVING count(*) >= {n})"),
         ("that have {many} {which}", "id IN (SELECT {key} FROM {child} WHERE {filtered})")])
-    which, filtered, template = make_condition(rng, schema[children[0]])
-    values = {"many": many, "key": key, "child": children[0], "n": n, "which": which,
+    which, filtered, template = make_condition(rng, schema[child])
+    values = {"many": f"{child}s", "key": key, "child": child, "n": n, "which": which,
               "filtered": filtered}
     return (words.format(**values), query.format(**values),
             f"nested {words} {template if 'which' in words else ''}")
 
 
-def make_where(rng, columns, table, schema):
-    """Make zero to two conditions, joined by "and" or "or"."""
+def make_where(rng, table, schema):
+    """Make zero to two conditions on a table, joined by "and" or "or"."""
     n = rng.choice((0, 1, 1, 2, 2, 2))
     if n == 0:
         return "", "", "all"
     english, query, template = zip(*(
         make_nested_condition(rng, table, schema) if rng.random() < 0.4
-        else make_condition(rng, columns)
+        else make_condition(rng, schema[table])
         for _ in range(n)))
     link = rng.choice(("and", "or"))
     return (" " + f" {link} ".join(english), " WHERE " + f" {link.upper()} ".join(query),
             f" {link} ".join(template))
 
 
-@dataclass
-class Asked:
-    """Say which table, which two of its columns and which of its rows a question is about."""
-    table: str
-    plural: str
-    columns: dict
-    text: str
-    number: str
-    english: str
-    filtered: str
+# What can be asked about some rows of one table: two wordings, and the query.
+ONE_TABLE = {
+    "list": ("Show the {chosen[0]} of all {rows}.", "What are the {chosen[0]} of {rows}?",
+             "SELECT {chosen[0]} {source}"),
+    "list2": ("Show the {chosen[0]} and {chosen[1]} of all {rows}.",
+              "What are the {chosen[0]} and {chosen[1]} of {rows}?",
+              "SELECT {chosen[0]}, {chosen[1]} {source}"),
+    "count": ("How many {rows} are there?", "Count the {rows}.", "SELECT count(*) {source}"),
+    "aggregate": ("What is the {words} of {rows}?", "Find the {words} of all {rows}.",
+                  "SELECT {function} {source}"),
+    "order": ("List the {text} of {rows}, sorted by {number}{turned}.",
+              "Order the {rows} by {number} and show the {text}{turned}.",
+              "SELECT {text} {source} ORDER BY {number}{desc}"),
+    "top": ("Show the {text} of the {n} {rows} that have the {best} {number}.",
+            "Which {n} {rows} have the {best} {number}? Give the {text}.",
+            "SELECT {text} {source} ORDER BY {number}{desc} LIMIT {n}"),
+    "group": ("For each {text}, show the {words}{only}.",
+              "What is the {words} for every {text}{among}?",
+              "SELECT {text}, {function} {source} GROUP BY {text}"),
+    "having": ("Which {text} do at least {n} {rows} have?",
+               "Show every {text} that is shared by at least {n} {rows}.",
+               "SELECT {text} {source} GROUP BY {text} HAVING count(*) >= {n}"),
+    "distinct": ("How many different {text} values do {rows} have?",
+                 "List the different {text} values of {rows}.", "SELECT {distinct} {source}")}
+# What can be asked about rows of one table that belong to some rows of another.
+TWO_TABLES = {
+    "list": ("Show the {shown} of {rows}.", "What are the {shown} values of the {rows}?",
+             "SELECT c.{shown} {source} WHERE {filtered}"),
+    "count": ("How many {rows} are there?", "Count the {rows}.",
+              "SELECT count(*) {source} WHERE {filtered}"),
+    "aggregate": ("What is the {words} {number} of {rows}?",
+                  "Find the {words} {number} of the {rows}.",
+                  "SELECT {function}(c.{number}) {source} WHERE {filtered}"),
+    "order": ("List the {shown} of {rows}, sorted by {number}.",
+              "Order the {rows} by {number} and show the {shown}.",
+              "SELECT c.{shown} {source} WHERE {filtered} ORDER BY c.{number}"),
+    "each": ("For each {column} of a {parent}, show the number of {child}s.",
+             "Count the {child}s for every {parent} {column}.",
+             "SELECT p.{column}, count(*) {source} GROUP BY p.{column}")}
 
 
-# What can be asked about one table. Each function returns two wordings, the query of each, and what
-# it adds to the template.
+def draw_details(rng, kind, table, columns, number):
+    """Draw what a question about one table asks for.
 
-def list_columns(rng, q: Asked, n: int = 1):
-    chosen = rng.sample(list(q.columns), n)
-    query = f"SELECT {', '.join(chosen)} FROM {q.table}{q.filtered}"
-    return (f"Show the {' and '.join(chosen)} of all {q.plural}{q.english}.",
-            f"What are the {' and '.join(chosen)} of {q.plural}{q.english}?"), [query] * 2, ""
-
-
-def list_two(rng, q: Asked):
-    return list_columns(rng, q, 2)
-
-
-def count_rows(rng, q: Asked):
-    query = f"SELECT count(*) FROM {q.table}{q.filtered}"
-    return (f"How many {q.plural}{q.english} are there?",
-            f"Count the {q.plural}{q.english}."), [query] * 2, ""
-
-
-def aggregate(rng, q: Asked):
-    words, function = rng.choice(AGGREGATES)
-    query = f"SELECT {function}({q.number}) FROM {q.table}{q.filtered}"
-    return (f"What is the {words} {q.number} of {q.plural}{q.english}?",
-            f"Find the {words} {q.number} of all {q.plural}{q.english}."), [query] * 2, f" {words}"
-
-
-def order(rng, q: Asked):
-    down = rng.randrange(2)
-    end = (".", " from high to low.")[down]
-    query = (f"SELECT {q.text} FROM {q.table}{q.filtered} ORDER BY {q.number}"
-             f"{('', ' DESC')[down]}")
-    return (f"List the {q.text} of {q.plural}{q.english}, sorted by {q.number}{end}",
-            f"Order the {q.plural}{q.english} by {q.number} and show the {q.text}{end}"), \
-        [query] * 2, f" {down}"
-
-
-def top(rng, q: Asked):
-    down, n = rng.randrange(2), rng.randint(1, 9)
-    best = ("lowest", "highest")[down]
-    query = (f"SELECT {q.text} FROM {q.table}{q.filtered} "
-             f"ORDER BY {q.number}{('', ' DESC')[down]} LIMIT {n}")
-    return (f"Show the {q.text} of the {n} {q.plural}{q.english} that have the {best} {q.number}.",
-            f"Which {n} {q.plural}{q.english} have the {best} {q.number}? Give the {q.text}."), \
-        [query] * 2, f" {down}"
-
-
-def group(rng, q: Asked):
-    words, function = rng.choice([(f"number of {q.plural}", "count(*)")]
-                                 + [(f"{w} {q.number}", f"{f}({q.number})")
-                                    for w, f in AGGREGATES[:4]])
-    only = f", counting only {q.plural}{q.english}" if q.english else ""
-    among = f" among {q.plural}{q.english}" if q.english else ""
-    query = f"SELECT {q.text}, {function} FROM {q.table}{q.filtered} GROUP BY {q.text}"
-    return (f"For each {q.text}, show the {words}{only}.",
-            f"What is the {words} for every {q.text}{among}?"), [query] * 2, \
-        f" {function.partition('(')[0]}"
-
-
-def having(rng, q: Asked):
-    n = rng.randint(2, 9)
-    query = (f"SELECT {q.text} FROM {q.table}{q.filtered} GROUP BY {q.text} "
-             f"HAVING count(*) >= {n}")
-    return (f"Which {q.text} do at least {n} {q.plural}{q.english} have?",
-            f"Show every {q.text} that is shared by at least {n} {q.plural}{q.english}."), \
-        [query] * 2, ""
-
-
-def distinct(rng, q: Asked):
-    return (f"How many different {q.text} values do {q.plural}{q.english} have?",
-            f"List the different {q.text} values of {q.plural}{q.english}."), \
-        [f"SELECT count(DISTINCT {q.text}) FROM {q.table}{q.filtered}",
-         f"SELECT DISTINCT {q.text} FROM {q.table}{q.filtered}"], ""
-
-
-SINGLE = {"list": list_columns, "list2": list_two, "count": count_rows, "aggregate": aggregate,
-          "order": order, "top": top, "group": group, "having": having, "distinct": distinct}
+    kind     a key of ONE_TABLE
+    columns  the columns of the table, among them `number`, a column of numbers
+    returns  values for the wordings and the query, and what they add to the template
+    """
+    if kind in ("list", "list2"):
+        return {"chosen": rng.sample(columns, 2 if kind == "list2" else 1)}, ""
+    if kind == "aggregate":
+        words, function = rng.choice(AGGREGATES)
+        return {"words": f"{words} {number}", "function": f"{function}({number})"}, f" {words}"
+    if kind in ("order", "top"):
+        down = rng.randrange(2)
+        best, turned, desc = (("lowest", "", ""), ("highest", " from high to low", " DESC"))[down]
+        n = rng.randint(1, 9) if kind == "top" else 0
+        return {"best": best, "turned": turned, "desc": desc, "n": n}, f" {down}"
+    if kind == "group":
+        words, function = rng.choice([(f"number of {table}s", "count(*)")]
+                                     + [(f"{w} {number}", f"{f}({number})")
+                                        for w, f in AGGREGATES[:4]])
+        return {"words": words, "function": function}, f" {function.partition('(')[0]}"
+    if kind == "having":
+        return {"n": rng.randint(2, 9)}, ""
+    return {}, ""
 
 
 # Questions. Each function returns the question, its query, and the template.
@@ -588,55 +525,45 @@ SINGLE = {"list": list_columns, "list2": list_two, "count": count_rows, "aggrega
 def ask_one_table(rng, schema):
     """Make a question about one table of the schema."""
     table = rng.choice(list(schema))
-    columns = {c: v for c, v in schema[table].items() if not c.endswith("_id")}
-    texts = [c for c in columns if not isinstance(columns[c], int)]
-    numbers = [c for c in columns if isinstance(columns[c], int)]
-    text, number = rng.choice(texts), rng.choice(numbers)
-    english, filtered, template = make_where(rng, columns, table, schema)
-    asked = Asked(table, TABLES[table][0], columns, text, number, english, filtered)
-    kind = rng.choice(list(SINGLE))
-    way = rng.randrange(2)
-    questions, queries, more = SINGLE[kind](rng, asked)
-    return questions[way], queries[way], f"{kind} {way} {template}{more}"
+    columns = find_columns(schema[table])
+    text = rng.choice(find_columns(schema[table], str))
+    number = rng.choice(find_columns(schema[table], int))
+    english, filtered, template = make_where(rng, table, schema)
+    kind, way = rng.choice(list(ONE_TABLE)), rng.randrange(2)
+    more, mark = draw_details(rng, kind, table, columns, number)
+    rows = f"{table}s{english}"
+    values = {"text": text, "number": number, "rows": rows, "source": f"FROM {table}{filtered}",
+              "only": f", counting only {rows}" if english else "",
+              "among": f" among {rows}" if english else "",
+              "distinct": (f"count(DISTINCT {text})", f"DISTINCT {text}")[way], **more}
+    question, query = ONE_TABLE[kind][way], ONE_TABLE[kind][2]
+    return question.format(**values), query.format(**values), f"{kind} {way} {template}{mark}"
 
 
 def ask_two_tables(rng, schema):
     """Make a question about rows of the second table that names their rows in the first."""
     parent, child = schema
-    columns = {c: v for c, v in schema[child].items() if not c.endswith("_id")}
-    plural, shown = TABLES[child][0], rng.choice(list(columns))
-    number = rng.choice([c for c in columns if isinstance(columns[c], int)])
+    columns = schema[child]
+    shown = rng.choice(find_columns(columns))
+    number = rng.choice(find_columns(columns, int))
     english, filtered, template = make_condition(rng, schema[parent], "p.")
     if rng.random() < 0.5:
         more, query, extra = make_condition(rng, columns, "c.")
-        english, filtered, template = (f"{english} and only {plural} {more}",
-                                       f"{filtered} AND {query}", f"{template} also {extra}")
-    joined = f"FROM {child} AS c JOIN {parent} AS p ON c.{parent}_id = p.id"
-    kind, way = rng.choice("list count aggregate order each".split()), rng.randrange(2)
-    owned = f"{plural} of {TABLES[parent][0]} {english}"
-    if kind == "list":
-        question = (f"Show the {shown} of {owned}.",
-                    f"What are the {shown} values of the {owned}?")[way]
-        query = f"SELECT c.{shown} {joined} WHERE {filtered}"
-    elif kind == "count":
-        question = (f"How many {owned} are there?", f"Count the {owned}.")[way]
-        query = f"SELECT count(*) {joined} WHERE {filtered}"
-    elif kind == "aggregate":
-        words, function = rng.choice(AGGREGATES)
-        template += f" {words}"
-        question = (f"What is the {words} {number} of {owned}?",
-                    f"Find the {words} {number} of the {owned}.")[way]
-        query = f"SELECT {function}(c.{number}) {joined} WHERE {filtered}"
-    elif kind == "order":
-        question = (f"List the {shown} of {owned}, sorted by {number}.",
-                    f"Order the {owned} by {number} and show the {shown}.")[way]
-        query = f"SELECT c.{shown} {joined} WHERE {filtered} ORDER BY c.{number}"
-    else:
-        column = rng.choice([c for c, v in schema[parent].items() if not isinstance(v, int)])
-        question = (f"For each {column} of a {parent}, show the number of {plural}.",
-                    f"Count the {plural} for every {parent} {column}.")[way]
-        query, template = f"SELECT p.{column}, count(*) {joined} GROUP BY p.{column}", ""
-    return question, query, f"join {kind} {way} {template}"
+        english = f"{english} and only {child}s {more}"
+        filtered = f"{filtered} AND {query}"
+        template = f"{template} also {extra}"
+    kind, way = rng.choice(list(TWO_TABLES)), rng.randrange(2)
+    values = {"parent": parent, "child": child, "shown": shown, "number": number,
+              "rows": f"{child}s of {parent}s {english}", "filtered": filtered,
+              "source": f"FROM {child} AS c JOIN {parent} AS p ON c.{parent}_id = p.id"}
+    if kind == "aggregate":
+        values["words"], values["function"] = rng.choice(AGGREGATES)
+        template += f" {values['words']}"
+    elif kind == "each":
+        values["column"] = rng.choice(find_columns(schema[parent], str))
+        template = ""
+    question, query = TWO_TABLES[kind][way], TWO_TABLES[kind][2]
+    return question.format(**values), query.format(**values), f"join {kind} {way} {template}"
 
 
 def grade_sql(example: Example, answer: str) -> bool:
@@ -654,7 +581,7 @@ def grade_sql(example: Example, answer: str) -> bool:
             # condition, and a wrong query would often give the same empty result.
             for i in range(100):
                 row = [i + 1] + [
-                    rng.choice(v) if isinstance(v, list)
+                    rng.choice(v.split()) if isinstance(v, str)
                     else rng.choice([rng.randint(1, v), rng.randint(1, v), *named[:1]])
                     for v in columns.values()]
                 database.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
@@ -705,10 +632,50 @@ WORDS = [("words longer than {k} letters", "len({x}) > {k}", "long"),
          ("capitalised words", "{x}[0].isupper()", "capital")]
 LISTS, TEXTS = "xs nums values numbers data items".split(), "s text line string".split()
 LABELS = "low high small big cold warm old new cheap fair dear poor good near far".split()
-LIST_INPUTS = [[], [3], [-4, 7, 2, 9, 12, 5, 5], [10, -3, 6, 8, 0, 1, 15, 20],
-               [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13], [-9, -2, 14, 18, 4, 30]]
-TEXT_INPUTS = ["", "banana", "Hello World 42", "the Quick brown fox jumps over a Lazy dog",
-               "A1 b2 sea eel tent  on", "abc cba Anna noon stats been to"]
+# The inputs that functions of a list or of a text are graded on, each with the only argument.
+LIST_INPUTS = [[v] for v in (
+    [], [3], [-4, 7, 2, 9, 12, 5, 5], [10, -3, 6, 8, 0, 1, 15, 20],
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13], [-9, -2, 14, 18, 4, 30])]
+TEXT_INPUTS = [[v] for v in (
+    "", "banana", "Hello World 42", "the Quick brown fox jumps over a Lazy dog",
+    "A1 b2 sea eel tent  on", "abc cba Anna noon stats been to")]
+# How a loop reduces values: the variable of the result, its first value, and the line for a value.
+REDUCTIONS = {
+    "count": ("count", "0", "{result} += 1"),
+    "sum": ("total", "0", "{result} += {value}"),
+    "product": ("result", "1", "{result} *= {value}"),
+    "list": ("result", "[]", "{result}.append({value})"),
+    "largest": ("best", "None",
+                "{result} = {value} if {result} is None else max({result}, {value})"),
+    "smallest": ("best", "None",
+                 "{result} = {value} if {result} is None else min({result}, {value})"),
+    "join": ("result", "''", "{result} += {value}"),
+    "reverse": ("result", "''", "{result} = {value} + {result}"),
+    "lengths": ("total", "0", "{result} += len({value})"),
+    "longest": ("best", "''", "{result} = max({result}, {value}, key=len)")}
+# How a docstring asks for a reduction of some numbers w.
+OF_NUMBERS = {
+    "count": ("Count the {w}.", "Return the number of {w}.", "Return how many {w} there are."),
+    "sum": ("Return the sum of the {w}.", "Add up the {w}.", "Compute the total of the {w}."),
+    "product": ("Return the product of the {w}.", "Multiply the {w}.",
+                "Compute the product of all {w}."),
+    "list": ("Return a list of the {w}.", "Collect the {w} in a list.", "List the {w}."),
+    "largest": ("Return the largest of the {w}, or None.", "Find the maximum of the {w}, or None.",
+                "Return the greatest of the {w}, or None."),
+    "smallest": ("Return the smallest of the {w}, or None.",
+                 "Find the minimum of the {w}, or None.", "Return the least of the {w}, or None.")}
+# How a docstring asks for a reduction of some characters or words w of the text s. The words m say
+# what else is done to each of them.
+OF_TEXT = {
+    "count": ("Count the {w} in {s}.", "Return how many {w} there are in {s}."),
+    "join": ("Return the {w} in {s} as a string{m}.", "Keep only the {w} of {s}{m}."),
+    "reverse": ("Return the {w} in {s} in reverse order{m}.",
+                "Keep only the {w} of {s}, backwards{m}."),
+    "list": ("Return a list of the {w} in {s}{m}.", "Collect the {w} of {s} in a list{m}."),
+    "lengths": ("Return the total length of the {w} in {s}.",
+                "Add up the lengths of the {w} of {s}."),
+    "longest": ("Return the longest of the {w} in {s}, or ''.",
+                "Find the longest of the {w} of {s}, or ''.")}
 
 
 def make_code(rng: random.Random) -> Example:
@@ -727,12 +694,12 @@ def grade_code(example: Example, answer: str) -> bool:
     They run in a subprocess, which may take five seconds: an answer may be anything.
     """
     programs = [example.prompt + text for text in (example.answer, answer)]
-    run = f"""
+    run = """
 import copy, json, sys
 name, inputs, programs = json.load(sys.stdin)
 results = []
 for program in programs:
-    space = {{}}
+    space = {}
     exec(program, space)
     results.append([repr(space[name](*copy.deepcopy(x))) for x in inputs])
 print("equal" if results[0] == results[1] else "different")
@@ -747,44 +714,37 @@ print("equal" if results[0] == results[1] else "different")
         return False
 
 
-def write_reduction(how, value):
+def write_reduction(how, value, result=""):
     """Write the parts of a loop that counts, sums or otherwise reduces values.
 
-    returns  the lines before the loop, its line for one element, and the result
+    how      a key of REDUCTIONS
+    value    the value of one element, as Python
+    result   another name for the variable of the result
+    returns  the line before the loop, the loop's line for one element, and the variable
     """
-    return {"count": (["count = 0"], "count += 1", "count"),
-            "sum": (["total = 0"], f"total += {value}", "total"),
-            "product": (["result = 1"], f"result *= {value}", "result"),
-            "list": (["result = []"], f"result.append({value})", "result"),
-            "largest": (["best = None"],
-                        f"best = {value} if best is None else max(best, {value})", "best"),
-            "smallest": (["best = None"],
-                         f"best = {value} if best is None else min(best, {value})", "best"),
-            "join": (["result = ''"], f"result += {value}", "result"),
-            "reverse": (["result = ''"], f"result = {value} + result", "result")}[how]
+    variable, first, line = REDUCTIONS[how]
+    variable = result or variable
+    return f"{variable} = {first}", line.format(result=variable, value=value), variable
 
 
-def write_loop(start, head, test, line, result):
-    """Write a function's body: the lines `start`, a loop of this head, and `return` of the result.
+def write_loop(head, test, how, value):
+    """Write a function's body: a loop of this head reduces values, and their result is returned.
 
     test  a condition of the loop's one line, or "" if the line runs for each element
     """
-    inner = [f"    if {test}:", f"        {line}"] if test else [f"    {line}"]
-    return [*start, head, *inner, f"return {result}"]
+    start, line, result = write_reduction(how, value)
+    return [start, head, *write_line(test, line), f"return {result}"]
 
 
-REDUCE = {"count": ("Count the {w}.", "Return the number of {w}.",
-                    "Return how many {w} there are."),
-          "sum": ("Return the sum of the {w}.", "Add up the {w}.", "Compute the total of the {w}."),
-          "product": ("Return the product of the {w}.", "Multiply the {w}.",
-                      "Compute the product of all {w}."),
-          "list": ("Return a list of the {w}.", "Collect the {w} in a list.", "List the {w}."),
-          "largest": ("Return the largest of the {w}, or None.",
-                      "Find the maximum of the {w}, or None.",
-                      "Return the greatest of the {w}, or None."),
-          "smallest": ("Return the smallest of the {w}, or None.",
-                       "Find the minimum of the {w}, or None.",
-                       "Return the least of the {w}, or None.")}
+def write_line(test, line):
+    """Write a line of a loop's body, which runs only under a condition unless `test` is ""."""
+    return [f"    if {test}:", f"        {line}"] if test else [f"    {line}"]
+
+
+def draw_bounds(rng):
+    """Draw two numbers, the smaller one first, for the wordings of FILTERS."""
+    k = rng.randint(2, 9)
+    return {"k": k, "m": k + rng.randint(2, 9)}
 
 
 def numbers_loop(rng, head, x, where, how):
@@ -796,16 +756,18 @@ def numbers_loop(rng, head, x, where, how):
     how      which reduction
     returns  the docstring, the body, words for the function's name, and the template
     """
-    values = {"k": (k := rng.randint(2, 9)), "m": k + rng.randint(2, 9), "j": rng.randint(2, 9)}
-    keep = rng.choice(FILTERS) if rng.random() < 0.75 else ("numbers", "", "all")
-    mapped = rng.choice(MAPS) if how != "count" and rng.random() < 0.6 else ("", "{x}", "")
+    values = draw_bounds(rng) | {"j": rng.randint(2, 9), "x": x}
+    keep, test, kept = "numbers", "", "all"
+    if rng.random() < 0.75:
+        keep, test, kept = rng.choice(FILTERS)
+    change, value, changed = "", "{x}", ""
+    if how != "count" and rng.random() < 0.6:
+        change, value, changed = rng.choice(MAPS)
     way = rng.randrange(3)
-    words = (f"{mapped[0]} of the " if mapped[0] else "") + f"{keep[0]} {where}"
-    doc = REDUCE[how][way].format(w=words.format(**values))
-    test, value = keep[1].format(x=x, **values), mapped[1].format(x=x, **values)
-    start, line, result = write_reduction(how, value)
-    return (doc, write_loop(start, head, test, line, result), [keep[2], mapped[2]],
-            f"{how} {way} {keep[0]} {mapped[0]}")
+    words = (f"{change} of the " if change else "") + f"{keep} {where}"
+    doc = OF_NUMBERS[how][way].format(w=words.format(**values))
+    body = write_loop(head, test.format(**values), how, value.format(**values))
+    return doc, body, [kept, changed], f"{how} {way} {keep} {change}"
 
 
 def make_name(rng, *words):
@@ -821,16 +783,15 @@ def make_name(rng, *words):
 
 def reduce_list(rng):
     """Write a function that reduces the numbers of a list."""
-    xs, x, how = rng.choice(LISTS), rng.choice("x n v".split()), rng.choice(list(REDUCE))
+    xs, x, how = rng.choice(LISTS), rng.choice("x n v".split()), rng.choice(list(OF_NUMBERS))
     doc, body, words, template = numbers_loop(rng, f"for {x} in {xs}:", x, f"in {xs}", how)
-    return (make_name(rng, how, *words), xs, doc, body, [[v] for v in LIST_INPUTS],
-            f"list {template}")
+    return make_name(rng, how, *words), xs, doc, body, LIST_INPUTS, f"list {template}"
 
 
 def reduce_range(rng):
     """Write a function that reduces the numbers from 1 to n."""
     n, i = rng.choice("n limit end".split()), rng.choice("i j".split())
-    how = rng.choice(list(REDUCE))
+    how = rng.choice(list(OF_NUMBERS))
     doc, body, words, template = numbers_loop(rng, f"for {i} in range(1, {n} + 1):", i,
                                               f"from 1 to {n}", how)
     return (make_name(rng, how, *words), n, doc, body, [[v] for v in (0, 1, 2, 5, 9, 14, 20)],
@@ -841,41 +802,40 @@ def choose(rng):
     """Write a function that maps the numbers that pass a test in one way, and all others in
     another, before it reduces them."""
     xs, x = rng.choice(LISTS), rng.choice("x n v".split())
-    how, way = rng.choice(list(REDUCE)[1:]), rng.randrange(2)
-    values = {"k": (k := rng.randint(2, 9)), "m": k + rng.randint(2, 9)}
+    how, way = rng.choice(list(OF_NUMBERS)[1:]), rng.randrange(2)
+    values = draw_bounds(rng)
     words, test, word = rng.choice(FILTERS)
     (first, one, _), (second, other, _) = rng.sample(MAPS, 2)
     i, j = rng.randint(2, 9), rng.randint(2, 9)
     numbers = (f"{first.format(j=i)} of {words.format(**values)} "
                f"and the {second.format(j=j)} of all others in {xs}")
     start, line, result = write_reduction(how, "y")
-    body = [*start, f"for {x} in {xs}:",
+    body = [start, f"for {x} in {xs}:",
             f"    y = {one.format(x=x, j=i)} if {test.format(x=x, **values)} "
             f"else {other.format(x=x, j=j)}", f"    {line}", f"return {result}"]
-    return (make_name(rng, how, word, "mixed"), xs, REDUCE[how][way].format(w=numbers), body,
-            [[v] for v in LIST_INPUTS], f"choose {how} {way} {words} {first} {second}")
+    return (make_name(rng, how, word, "mixed"), xs, OF_NUMBERS[how][way].format(w=numbers), body,
+            LIST_INPUTS, f"choose {how} {way} {words} {first} {second}")
 
 
 def both(rng):
     """Write a function that returns two reductions of one list as a pair."""
     xs, x = rng.choice(LISTS), rng.choice("x n v".split())
     hows = rng.sample("count sum largest smallest".split(), 2)
-    names = {"count": "count", "sum": "total", "largest": "high", "smallest": "low"}
-    start, lines, words, template = [], [], [], []
+    starts, lines, results, words, template = [], [], [], [], []
     for how in hows:
-        values = {"k": (k := rng.randint(2, 9)), "m": k + rng.randint(2, 9)}
+        values = draw_bounds(rng)
         keep, test, _ = rng.choice(FILTERS)
-        start.append(f"{names[how]} = {'None' if how in ('largest', 'smallest') else 0}")
-        line = {"count": "count += 1", "sum": f"total += {x}",
-                "largest": f"high = {x} if high is None else max(high, {x})",
-                "smallest": f"low = {x} if low is None else min(low, {x})"}[how]
-        lines += [f"    if {test.format(x=x, **values)}:", f"        {line}"]
-        words.append({"count": "number", "sum": "sum", "largest": "largest",
-                      "smallest": "smallest"}[how] + f" of the {keep.format(**values)}")
+        name = {"largest": "high", "smallest": "low"}.get(how, "")
+        start, line, result = write_reduction(how, x, name)
+        starts.append(start)
+        lines += write_line(test.format(x=x, **values), line)
+        results.append(result)
+        counted = "number" if how == "count" else how
+        words.append(f"{counted} of the {keep.format(**values)}")
         template.append(f"{how} {keep}")
     doc = f"Return a pair: the {words[0]}, and the {words[1]} in {xs}."
-    body = [*start, f"for {x} in {xs}:", *lines, f"return {names[hows[0]]}, {names[hows[1]]}"]
-    return (make_name(rng, *hows, "pair"), xs, doc, body, [[v] for v in LIST_INPUTS],
+    body = [*starts, f"for {x} in {xs}:", *lines, f"return {', '.join(results)}"]
+    return (make_name(rng, *hows, "pair"), xs, doc, body, LIST_INPUTS,
             f"both {', '.join(template)}")
 
 
@@ -885,19 +845,13 @@ def text_loop(rng):
     how, way = rng.choice("count join reverse list".split()), rng.randrange(2)
     words, test, word = rng.choice(CHARS)
     c = rng.choice("abenst")
-    change, mapped = rng.choice([
-        ("", "{x}"), (", in upper case", "{x}.upper()"), (", each one twice", "{x} * 2")
-    ]) if how != "count" else ("", "{x}")
-    ways = {"count": ("Count the {w} in {s}.", "Return how many {w} there are in {s}."),
-            "join": ("Return the {w} in {s} as a string{m}.", "Keep only the {w} of {s}{m}."),
-            "reverse": ("Return the {w} in {s} in reverse order{m}.",
-                        "Keep only the {w} of {s}, backwards{m}."),
-            "list": ("Return a list of the {w} in {s}{m}.",
-                     "Collect the {w} of {s} in a list{m}.")}
-    start, line, result = write_reduction(how, mapped.format(x=x))
-    doc = ways[how][way].format(w=words.format(c=c), s=s, m=change)
-    body = write_loop(start, f"for {x} in {s}:", test.format(x=x, c=c), line, result)
-    return (make_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
+    change, value = "", "{x}"
+    if how != "count":
+        change, value = rng.choice([("", "{x}"), (", in upper case", "{x}.upper()"),
+                                    (", each one twice", "{x} * 2")])
+    doc = OF_TEXT[how][way].format(w=words.format(c=c), s=s, m=change)
+    body = write_loop(f"for {x} in {s}:", test.format(x=x, c=c), how, value.format(x=x))
+    return (make_name(rng, how, word), s, doc, body, TEXT_INPUTS,
             f"text {how} {way} {words} {change}")
 
 
@@ -907,21 +861,9 @@ def word_loop(rng):
     how, way = rng.choice("count list lengths longest".split()), rng.randrange(2)
     words, test, word = rng.choice(WORDS)
     values = {"k": rng.randint(2, 5), "c": rng.choice("abenst")}
-    ways = {"count": ("Count the {w} in {s}.", "Return how many {w} there are in {s}."),
-            "list": ("Return a list of the {w} in {s}.", "Collect the {w} of {s} in a list."),
-            "lengths": ("Return the total length of the {w} in {s}.",
-                        "Add up the lengths of the {w} of {s}."),
-            "longest": ("Return the longest of the {w} in {s}, or ''.",
-                        "Find the longest of the {w} of {s}, or ''.")}
-    start, line, result = {
-        "count": (["count = 0"], "count += 1", "count"),
-        "list": (["result = []"], f"result.append({x})", "result"),
-        "lengths": (["total = 0"], f"total += len({x})", "total"),
-        "longest": (["best = ''"], f"best = max(best, {x}, key=len)", "best")}[how]
-    doc = ways[how][way].format(w=words.format(**values), s=s)
-    body = write_loop(start, f"for {x} in {s}.split():", test.format(x=x, **values), line, result)
-    return (make_name(rng, how, word), s, doc, body, [[v] for v in TEXT_INPUTS],
-            f"words {how} {way} {words}")
+    doc = OF_TEXT[how][way].format(w=words.format(**values), s=s, m="")
+    body = write_loop(f"for {x} in {s}.split():", test.format(x=x, **values), how, x)
+    return make_name(rng, how, word), s, doc, body, TEXT_INPUTS, f"words {how} {way} {words}"
 
 
 def branch(rng):
@@ -929,14 +871,15 @@ def branch(rng):
     x, n, way = rng.choice("x n value score".split()), rng.randint(2, 3), rng.randrange(3)
     bounds, labels = sorted(rng.sample(range(1, 60), n)), rng.sample(LABELS, n + 1)
     down = rng.randrange(2)
-    op, word = ("<", "below") if not down else (">", "above")
-    bounds = bounds[::-1] if down else bounds
-    cases = [(f"'{label}' if {x} is {word} {b}", f"if {x} {op} {b}:", label)
-             for b, label in zip(bounds, labels)]
-    doc = (("Return ", "Give ", "Classify: ")[way] + ", ".join(c[0] for c in cases)
-           + f", else '{labels[-1]}'.")
-    body = ([line for _, test, label in cases for line in (test, f"    return '{label}'")]
-            + [f"return '{labels[-1]}'"])
+    op, word = (">", "above") if down else ("<", "below")
+    if down:
+        bounds.reverse()
+    cases = [f"'{label}' if {x} is {word} {b}" for b, label in zip(bounds, labels)]
+    body = []
+    for b, label in zip(bounds, labels):
+        body += [f"if {x} {op} {b}:", f"    return '{label}'"]
+    body.append(f"return '{labels[-1]}'")
+    doc = f"{('Return', 'Give', 'Classify:')[way]} {', '.join(cases)}, else '{labels[-1]}'."
     inputs = [[b + d] for b in bounds for d in (-1, 0, 1)]
     return (make_name(rng, "label", "classify", "level"), x, doc, body, inputs,
             f"branch {n} {way} {down}")
@@ -953,11 +896,10 @@ def two_lists(rng):
     test, kept = rng.choice([
         ("", ""), ("{x} > {y}", " where the first is larger"),
         ("{x} < {y}", " where the first is smaller"), ("{x} != {y}", " where the two differ")])
-    how, way = rng.choice(list(REDUCE)[1:]), rng.randrange(3)
-    doc = REDUCE[how][way].format(w=f"{words} of the pairs in {a} and {b}{kept}")
-    start, line, result = write_reduction(how, value.format(x=x, y=y))
-    body = write_loop(start, f"for {x}, {y} in zip({a}, {b}):", test.format(x=x, y=y), line,
-                      result)
+    how, way = rng.choice(list(OF_NUMBERS)[1:]), rng.randrange(3)
+    doc = OF_NUMBERS[how][way].format(w=f"{words} of the pairs in {a} and {b}{kept}")
+    body = write_loop(f"for {x}, {y} in zip({a}, {b}):", test.format(x=x, y=y), how,
+                      value.format(x=x, y=y))
     return (make_name(rng, how, word, "pairs"), f"{a}, {b}", doc, body,
             [[[], []], [[1, 5, 3], [4, 2, 3]], [[2, 9, -4, 6], [7, 1, -8, 6]]],
             f"pairs {how} {way} {words}{kept}")
@@ -973,14 +915,14 @@ def tally(rng):
         ("each number in {xs} divided by {k}", "{x} // {k}")])
     keep, test, _ = rng.choice(FILTERS[:6]) if rng.random() < 0.5 else ("", "", "")
     values = {"k": k, "m": k + 3, "x": x, "xs": xs}
-    doc = ("Count how often {w} occurs{f}.",
-           "Return a dict with the number of times {w} occurs{f}.")[way]
-    doc = doc.format(w=words, f=", for " + keep + " only" if keep else "").format(**values)
-    body = ["counts = {}"] + write_loop(
-        [], f"for {x} in {xs}:", test.format(**values),
-        f"counts[{key}] = counts.get({key}, 0) + 1".format(**values), "counts")
-    return (make_name(rng, "tally", "count", "groups"), xs, doc, body,
-            [[v] for v in LIST_INPUTS], f"tally {way} {words} {keep}")
+    only = f", for {keep} only" if keep else ""
+    doc = (f"Count how often {words} occurs{only}.",
+           f"Return a dict with the number of times {words} occurs{only}.")[way].format(**values)
+    line = f"counts[{key}] = counts.get({key}, 0) + 1".format(**values)
+    body = ["counts = {}", f"for {x} in {xs}:", *write_line(test.format(**values), line),
+            "return counts"]
+    return (make_name(rng, "tally", "count", "groups"), xs, doc, body, LIST_INPUTS,
+            f"tally {way} {words} {keep}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -1001,9 +943,9 @@ def main(argv: list[str] | None = None) -> None:
             for example in take(task, "test", 3, seed=1):
                 print(f"--- {task}: {example.template}\n{example.prompt}"
                       f"\033[36m{example.answer}\033[0m\n")
-            continue
-        for example in take(task, "train", args.n, args.seed):
-            print(json.dumps({"category": task, "prompt": example.prompt}))
+        else:
+            for example in take(task, "train", args.n, args.seed):
+                print(json.dumps({"category": task, "prompt": example.prompt}))
 
 
 if __name__ == "__main__":

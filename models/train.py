@@ -107,10 +107,11 @@ def make_tokenizer(vocabulary: int = 1536) -> PreTrainedTokenizerFast:
 def make_model(name: str, tokenizer, device: str):
     """Make a model with random weights, of the size that SIZES has under this name."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(
+    config = AutoConfig.for_model(
         **SIZES[name], vocab_size=len(tokenizer), max_position_embeddings=CONTEXT,
         tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).to(device)
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return AutoModelForCausalLM.from_config(config).to(device).eval()  # as loaded models are
 
 
 # ------------------------------------------------------------------------------------- batches

@@ -1,4 +1,5 @@
-"""Sequoia finds the best tree by the rates of its ranks, and samples exactly without replacement."""
+"""Sequoia finds the best tree by the rates of its ranks. It samples exactly, without replacement.
+"""
 import itertools
 import math
 from types import SimpleNamespace

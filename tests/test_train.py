@@ -1,5 +1,5 @@
-"""models/train.py makes the embedded models from generated tasks, and for any target a draft of
-some of its layers."""
+"""models/train.py makes the embedded models from generated tasks. It also makes a draft for any
+target, of some of its layers."""
 import itertools
 import random
 
@@ -114,6 +114,16 @@ def test_training_on_tasks_reports_on_test_batches(tmp_path, monkeypatch):
     recipe.train_on_tasks("x", tiny("llama"), "words", SQL, 50, lr=0.01, tokens=199, work=tmp_path)
     assert seen.count(("words", "train", 50, SQL)) == 3
     assert seen.count(("words", "test", 50, SQL)) == len(seen) - 3 == 16
+
+
+def test_a_draft_that_was_made_comes_nearer_to_the_target(embedded, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "sample_answers", lambda *_: PAIRS)
+    target, _, tokenizer = embedded
+    draft = recipe.make_model("draft", tokenizer, "cpu")
+    measure = recipe.make_distance(target, draft)
+    before = measure(PAIRS).item()
+    recipe.distil_on_tasks("x", target, draft, tokenizer, tokens=8, size=2, work=tmp_path)
+    assert measure(PAIRS).item() < before
 
 
 # ------------------------------------------------------------------------------ for any target

@@ -30,7 +30,7 @@ def test_the_best_tree_is_the_best_of_all():
     assert best_tree([], 4) == [(1.0, -1, 0, 0)] and len(best_tree([[0.5, 0.1]], 9)) == 3
 
 
-# ----------------------------------------------------------------------- how often guesses are right
+# ---------------------------------------------------------------------- how often guesses are right
 
 TREE = [-1, 0, 0, 0, 2, 2, 4]  # the root has three guesses, node 2 two, and node 4 one
 
