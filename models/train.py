@@ -224,6 +224,15 @@ def make_distance(target, draft):
 
 # ----------------------------------------------------------------------------------- training
 
+def make_optimizers(model, lr: float) -> list:
+    """Make Muon for the matrices of the layers, and AdamW for embeddings, norms and the rest."""
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in trained if p.ndim != 2 or "embed" in n]
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
 def fit(name: str, model, loss_of, held_out_loss, fingerprint: tuple, *, lr: float, steps: int,
         work: Path, models: tuple = ()) -> None:
     """Train all weights that are not frozen; the rate falls linearly to 0 after a warm-up.
@@ -244,8 +253,9 @@ def fit(name: str, model, loss_of, held_out_loss, fingerprint: tuple, *, lr: flo
             loss = sum(held_out_loss(random.Random(i)).item() for i in range(4)) / 4
         return {"loss": loss}, f"held-out loss {loss:.4f}"
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    Training(trained, fingerprint, name=name, steps=steps, lr=lr, rate=warm_linear, folder=work,
-             models=models).train(loss_of, evaluate)
+    Training(trained, fingerprint, name=name, steps=steps, lr=lr, rate=warm_linear,
+             optimizers=make_optimizers(model, lr), folder=work, models=models
+             ).train(loss_of, evaluate)
 
 
 def train_on_tasks(name: str, model, tokenizer, mix: dict[str, float], size: int, *, lr: float,

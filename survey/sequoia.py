@@ -7,8 +7,9 @@ whose version 3 has the sections and algorithms that are named here.
 
 The draft guesses a tree, level by level, with one call for each level. The shape of the tree is
 fixed before a token is drawn. It follows from the rates P_b. P_b is how often the b-th child of a
-node is the accepted one. The paper takes it to be the same at all nodes (positional acceptance). With P = .6, .2, .1 this is the best tree of n = 7 nodes, the root
-among them, with at most d = 3 levels below the root:
+node is the accepted one. The paper takes it to be the same at all nodes (positional acceptance).
+With P = .6, .2, .1 this is the best tree of n = 7 nodes, the root among them, with at most d = 3
+levels below the root:
 
     root ─┬─ 1  .60 ─┬─ 3  .36 ─── 6  .216    A node's chance is its parent's times P of its rank.
           │          └─ 4  .12                The target call brings 1 + .60 + .20 + .36 + .12

@@ -184,8 +184,8 @@ MUTANTS = {
     "survey/masks.py": [
         ("target.commit([0])  # the rows", "target.commit(range(len(inputs)))  # the rows",
          "rows of look-ahead tokens stay cached"),
-        ("hits += (guesses == labels)[whole].cumprod(-1)", "hits += (guesses == labels)[whole]",
-         "a guess counts without those before it")],
+        ("candidates = greedy(groups[path[-1]])", "candidates = greedy(groups[0])",
+         "guesses come from the root's masks")],
     "hybrid/hybrid.py": [
         ("return (row + growing) * tokens", "return row * tokens", "growing a tree is free"),
         ("learn(ids, logits, chunk)  # rejected nodes too",
