@@ -192,7 +192,8 @@ class Session:
                     list(chunks)
         finally:  # also after Ctrl-C
             if show and run.tokens:
-                print(run, self.report(run), sep="\n", file=sys.stderr)
+                print(run, file=sys.stderr)  # now: a report may make more calls
+                print(self.report(run), file=sys.stderr)
         return run
 
     def write_trace(self) -> None:
@@ -273,8 +274,7 @@ def perform(methods: list, report, argv: list[str] | None, extras: Extras) -> in
     options = select_options(args, method, methods)
     session = Session(args, method, report, extras)
     if args.tune:
-        tune(session, method, options, extras.ranges)
-        return 0
+        return tune(session, method, options, extras.ranges)
     viewers = extras.viewers if args.show == "always" else {}
     try:
         run = session.decode(method, options, viewers.get(method, stream))
