@@ -184,12 +184,12 @@ MUTANTS = {
     "survey/masks.py": [
         ("target.commit([0])  # the rows", "target.commit(range(len(inputs)))  # the rows",
          "rows of look-ahead tokens stay cached"),
-        ("candidates = greedy(groups[path[-1]])", "candidates = greedy(groups[0])",
-         "guesses come from the root's masks")],
+        ("learnt.learn(chain, path)", "learnt.learn(parents, path)",
+         "masks count as guesses that were wrong")],
     "hybrid/hybrid.py": [
         ("return (row + growing) * tokens", "return row * tokens", "growing a tree is free"),
-        ("learn(ids, logits, chunk)  # rejected nodes too",
-         "learn([ids[x] for x in path], logits[path], chunk)", "rejected nodes teach nothing")],
+        ("learn(ids, logits)  # rejected nodes too",
+         "learn([ids[x] for x in path], logits[path])", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
         ("z = self.logits[len(path)]", "z = self.logits[0]",
          "every depth is guessed by the block's first row"),
@@ -201,8 +201,13 @@ MUTANTS = {
          "the held-out answers stay in the datastore"),
         ("said[i][None]", "said[i - 1][None]", "what the target said is that of the token before"),
         ("left *= 1 - taken", "left *= taken", "the mass that is left is the part that was taken")],
-    "support/clock.py": [
+    "support/trees.py": [
         ("Node(node.chance * rate,", "Node(rate,", "a chance is not multiplied along the path"),
+        ("[*path[1:], -1]", "path[1:]", "guesses below the last accepted node are not counted"),
+        ("if pruned and children:", "if pruned:", "a node that nothing was grown from has guesses"),
+        ("self.tried), min)]", "self.tried), max)]", "a rank is likelier than the one before"),
+        ("if parent == node]", "]", "guesses below rejected nodes are counted")],
+    "support/clock.py": [
         ("1e-9 + a + b * rows + c * steps", "1e-9 + a + c * steps", "rows of a call are free"),
         ("seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds", "pass",
          "a busy moment tilts the line")],
@@ -226,7 +231,7 @@ MUTANTS = {
         ("if accepted < gamma and place", "if place", "a round without a failure is learnt from")],
     "survey/recycling.py": [
         ("logits.topk(", "(-logits).topk(", "the least likely tokens are kept"),
-        ("learn(ids, logits, chunk)\n", "learn(ids[:1], logits[:1], chunk)\n",
+        ("learn(ids, logits)\n", "learn(ids[:1], logits[:1])\n",
          "the root alone is learned from")],
     "survey/another_tokenizer.py": [
         ("return bos + of_draft", "return of_draft", "the draft's BOS is missing"),
@@ -243,9 +248,7 @@ MUTANTS = {
          'return [text.replace(BOUNDARY, "") for text in found]',
          "a guess goes on into the next text"),
         ("text_store.add(as_text(chunk))", "text_store.add(as_text(chunk[:-1]))",
-         "the last token of a chunk is not remembered"),
-        ("for i, x in enumerate(texts) if i not in held_out))", "for i, x in enumerate(texts)))",
-         "held-out answers are in the datastore that they measure")],
+         "the last token of a chunk is not remembered")],
     "survey/sequoia.py": [
         ("clamp(min=1e-30)\n        q_logits = q_logits - (-noise.log()).log()",
          "clamp(min=1e-30)\n        q_logits = q_logits - (-noise[:1].log()).log()",
@@ -267,8 +270,8 @@ MUTANTS = {
         ("indices.sort().values.cpu()", "indices.cpu()", "chunks lie in the order of their scores"),
         ("retrieved.lm.copy_newest(whole.lm, old)", "retrieved.lm.truncate(len(context))",
          "C_r keeps rows that saw a part of the text alone")],
-    "training/acceptance.py": [
-        ("& reached\n", "& True\n", "guesses below wrong guesses are counted")],
+    "training/texts.py": [
+        ("ids[-rows:])", "ids[-rows - 1:-1])", "guesses are compared with the tokens before")],
     "support/packed.py": [
         ("(weight.data_ptr(), weight._version)", "0", "a trained layer multiplies by old weights"),
         ("if torch.is_grad_enabled() or", "if", "packed layers cannot be trained"),
