@@ -287,6 +287,33 @@ def check(model, run_as: type[EngineLM] = EngineLM):
     return model
 
 
+FIRST = 64  # tokens of an answer by which a head is doubted
+ENOUGH = 16  # guesses that must have been tried for that
+
+
+def doubt_head(text: list[int], log: list[dict]) -> str:
+    """Say in a line that a trained head fits the target badly. An empty text if it does not.
+
+    A head that reads the wrong layers, or whose tokens are shifted, leaves the text as it is, and
+    nobody would notice. Its guesses are compared with one guess for all tokens, the most frequent
+    one. If this one is right more often, the head is doubted. Trees hold several guesses for a
+    token, so only a head that is quite wrong is found.
+
+    text   the tokens of an answer, whose first ones are looked at
+    log    the records of its rounds
+    """
+    text, right, tried, end = text[:FIRST], 0, 0, 0
+    for record in log:
+        end += record["accepted"] + 1
+        if record["guessed"] and end <= len(text):  # a round ends with a wrong guess
+            right, tried = right + record["accepted"], tried + record["accepted"] + 1
+    constant = max(map(text.count, text)) / len(text)
+    if tried < ENOUGH or right / tried >= constant:
+        return ""
+    return (f"\nthe head fits this model badly: {right / tried:.0%} of its guesses are right, and "
+            f"{constant:.0%} would be of one token alone")
+
+
 # ------------------------------------------------------------------------- grouped attention
 def grouped_attention(module, query, key, value, attention_mask, **options):
     """Compute attention, treating query heads that share a key head as extra rows of that head.

@@ -36,7 +36,7 @@ from typing import Iterator
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
 from support.engine import EngineLM
-from support.trees import Acceptance, Node, fill_plan
+from support.trees import Acceptance, Node, best_tree, fill_plan
 
 import torch
 
@@ -48,11 +48,13 @@ PRIOR = 0.4  # for `Acceptance`. It was 0.49 and 0.42 for two models (results/su
 class Successors:
     """Hold the matrix M: for each token that was fed, its likeliest successors.
 
-    rows    {token: up to WIDTH tokens, the likeliest first}
+    rows     {token: up to WIDTH tokens, the likeliest first}
+    learnt   how often the guesses of each place in a row were right
     """
 
     def __init__(self):
         self.rows = {}
+        self.learnt = Acceptance(PRIOR)
 
     def read(self, text: list[int]) -> None:
         """Put what follows each token of a text first in the token's row.
@@ -97,11 +99,14 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     successors.read(prompt)
     prompt = begin(prompt, target)
     root = prompt[-1]
-    learnt = target.once(Acceptance, PRIOR, of=recycling)
-    clock = target.once(Clock, target, of=(recycling, nodes))
+    learnt = successors.learnt
+    clock = target.once(Clock, target, of=recycling)
     while True:
         # Plan: the likeliest tree by how often each successor was right so far.
-        planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH, nodes))
+        if nodes:
+            planned = best_tree([learnt.rates()] * DEPTH, nodes)
+        else:
+            planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH, nodes))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
@@ -112,7 +117,8 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits)
         root = chunk[-1]
-        clock.note(1, len(planned))
+        if not nodes:
+            clock.note(1, len(planned))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

@@ -205,7 +205,7 @@ MUTANTS = {
         ("Node(node.chance * rate,", "Node(rate,", "a chance is not multiplied along the path"),
         ("[*path[1:], -1]", "path[1:]", "guesses below the last accepted node are not counted"),
         ("if pruned and children:", "if pruned:", "a node that nothing was grown from has guesses"),
-        ("self.tried), min)]", "self.tried), max)]", "a rank is likelier than the one before"),
+        ("self.tried)), min)]", "self.tried)), max)]", "a rank is likelier than the one before"),
         ("if parent == node]", "]", "guesses below rejected nodes are counted")],
     "support/clock.py": [
         ("1e-9 + a + b * rows + c * steps", "1e-9 + a + c * steps", "rows of a call are free"),

@@ -1,6 +1,7 @@
 """These tests run command lines: where input and output go, right and wrong options, tuning,
 commands and interruptions."""
 import contextlib
+import importlib
 import io
 import itertools
 import json
@@ -389,6 +390,21 @@ def test_wrong_input_is_one_line_and_status_2(line, said, odd, ask):
     err = refusal(ask(*argv, file=file))
     option = next((word for word in argv[::-1] if word.startswith("--")), "")
     assert said in err and (said or option in err or argv[-1] in err), err
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash", "medusa", "hydra"])
+def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
+    file = importlib.import_module("survey.medusa" if name == "hydra" else f"survey.{name}")
+    function = "load_heads" if hasattr(file, "load_heads") else "load_draft"
+    load, heads = getattr(file, function), ["--heads", name] if name in ("medusa", "hydra") else []
+    for shift in (0, 1):
+        def shifted(*given):
+            part = load(*given)
+            part.vocab = part.vocab.roll(shift)
+            return part
+        monkeypatch.setattr(file, function, shifted)
+        *_, err = ask("--nodes", "8", "--prompt", PROMPT, *heads, file=file.__name__)
+        assert ("\nthe head fits this model badly: " in err) == (shift == 1), err
 
 
 def test_nothing_that_is_there_is_replaced(tmp_path, ask):
