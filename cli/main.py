@@ -33,7 +33,7 @@ from cli.run import Run, count_guesses, kind_for
 from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import make_page, watch
 from common import InputError, KVCache, Sampler, autoregressive, context_length, eos_ids
-from support.engine import EngineLM, check, make_cache, require, vocab_size
+from support.engine import EngineLM, check, doubt_head, make_cache, require, vocab_size
 from support.files import check_result, shorten, write_text
 from support.packed import pack
 
@@ -193,7 +193,9 @@ class Session:
         finally:  # also after Ctrl-C
             if show and run.tokens:
                 print(run, file=sys.stderr)  # now: a report may make more calls
-                print(self.report(run), file=sys.stderr)
+                trained = "adapter" in run.method.__annotations__
+                doubt = doubt_head(run.outputs[0], run.log) if trained else ""
+                print(self.report(run) + doubt, file=sys.stderr)
         return run
 
     def write_trace(self) -> None:

@@ -4,7 +4,7 @@ from os.path import commonprefix
 from typing import Iterator
 
 from common import Sampler, until
-from support.engine import EngineLM, doubt_head
+from support.engine import EngineLM
 
 
 def kind_for(method, run_as: type[EngineLM]) -> type[EngineLM]:
@@ -39,8 +39,6 @@ def count_guesses(run) -> str:
     drafts = [*run.models.values()][1:]
     if drafts:
         said += f"; {sum(draft.calls for draft in drafts)} draft calls"
-    if "adapter" in run.method.__annotations__:
-        said += doubt_head(run.outputs[0], run.log)
     return said
 
 
