@@ -36,8 +36,8 @@ Trees are grown and verified as in EAGLE, so greedy output and samples are the t
 Departures, besides those of EAGLE's tree (eagle.py):
 - Training. Paper: 7 passes, a rate of 5e-5, answers of a fixed set, an LM head that begins at
   random. Here: 5 passes (`--passes`), 1e-3 after a warm-up, and the target's own greedy answers.
-  The LM head begins as the target's or stays it (`--head target`). Why: pass n weighs 0.8^n and
-  costs as much as the first, and the draft guesses these answers.
+  The LM head begins as the target's. Why: pass n weighs 0.8^n and costs as much as the first, and
+  the draft guesses these answers.
 """
 import math
 import random
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
 from common import Sampler, greedy
-from support.engine import EngineLM, MODELS, check, require, tap_layers
+from support.engine import EngineLM, MODELS, check, tap_layers
 from support.layers import choose_taps, read_taps, tap_widths
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle3
@@ -67,7 +67,7 @@ ADAPTER = f"{MODELS}/eagle3.safetensors"
 # ----------------------------------------------------------------------------------- the draft
 
 class Form(NamedTuple):
-    """Say which variant a draft is, as the configurations of released heads do."""
+    """Say which variant a draft is, as released heads do. None of these is trained here."""
     norm_before_residual: bool = False  # the residual stream begins with the normed g
     fc_norm: bool = False  # each tapped layer is normed before `fc` (EAGLE-3.1)
     norm_output: bool = False  # the normed output is what the next level reads (EAGLE-3.1)
@@ -118,19 +118,17 @@ class Eagle3Layer(Part):
     vocab     the D tokens that it can guess, in the order of the LM head's rows
     form      the variant that it is
     seed      of the random weights that it begins with
-    own_head  whether the LM head is trained, or stays what it begins as: the target's rows.
-              InputError if it is to stay so and the target's LM head is of another width
     """
     title = "an EAGLE-3 layer"
     prior = 0.9  # for `Acceptance`. The embedded layer guesses 0.91 of held-out tokens
     decay = 0.8  # of the loss from pass to pass
 
     def __init__(self, model, config: LlamaConfig, taps: list[int], vocab: Iterable[int],
-                 form: Form = Form(), seed: int = 0, own_head: bool = True):
+                 form: Form = Form(), seed: int = 0):
         super().__init__()
         self.taps, self.form = taps, form
         self.vocab = torch.tensor([*vocab], device=model.device)
-        self.config, self.h, self.own_head = config, config.hidden_size, own_head
+        self.config, self.h = config, config.hidden_size
         widths = tap_widths(model, taps)
         small = LlamaConfig(**config.to_dict() | dict(vocab_size=8, pad_token_id=None))
         with torch.random.fork_rng():
@@ -149,16 +147,13 @@ class Eagle3Layer(Part):
         rows = model.get_output_embeddings().weight.detach()
         if rows.shape[1] == self.h:
             lm.lm_head.weight.data.copy_(rows[self.vocab])
-        require(own_head or rows.shape[1] == self.h, "head",
-                "own where the target's LM head is not as wide as its embeddings", "target")
-        lm.lm_head.weight.requires_grad_(own_head)
         model.requires_grad_(False)
         self.lm = check(lm)  # while its embeddings are its own, of 8 tokens
         self.to(model.device)
         lm.set_input_embeddings(model.get_input_embeddings())
 
-    def parts(self) -> dict[str, torch.nn.Parameter]:
-        """Return all weights of the draft, by the names of the released files."""
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained and kept in a file, by the names of released files."""
         head, decoder = self.lm.lm_head, self.lm.model
         norm = decoder.norm if self.form.norm_output else head.norm
         parts = {"norm.weight": norm.weight, "lm_head.weight": head.weight}
@@ -166,11 +161,6 @@ class Eagle3Layer(Part):
             parts["fc.weight"] = self.fc.weight
         parts |= {f"midlayer.{name}": p for name, p in decoder.layers[0].named_parameters()}
         return parts | {f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Return what is trained and kept in a file: all parts but an LM head of the target's."""
-        return {name: p for name, p in self.parts().items()
-                if self.own_head or name != "lm_head.weight"}
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
         """Return the layer's inputs [..., 2h]: embeddings of tokens [...] beside features.
@@ -300,36 +290,27 @@ def sample_loss(draft: Part, model, data: list[Pair], batch: int, rng: random.Ra
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
-          taps: str = "", passes: int = 5, norms: bool = False, head: str = "own", mlp: int = 0,
-          vocab: int = 0, max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
-          lr: float = 1e-3, seed: int = 0) -> None:
+          taps: str = "", passes: int = 5, mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
+          steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     taps:    numbers of the layers whose inputs are read, as 2,6,9. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 3
     passes:  how many passes the training-time test has, 1 or more. With 1 the layer never reads its
              own guesses in training
-    norms:   train the form of EAGLE-3.1, which norms each tapped layer and every guessed feature
-    head:    own, an LM head that begins as the target's and is trained, or target, the target's
-             rows as they are, which the file then need not hold
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     batch:   how many answers a step learns from
     """
-    require(head in ("own", "target"), "head", "own or target", head)
     numbers = read_taps(taps, model) if taps else choose_taps(model)
-    require(not norms or len(numbers) > 1, "norms", "off where one layer is read",
-            f"it for layer {numbers[0]}")
-    form = Form(fc_norm=norms, norm_output=norms)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens, most=50)
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
-    draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, form, seed, head == "own")
+    draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, seed=seed)
     texts = compute_features(model, held_out, numbers)
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
 
-    facts = (numbers, form, draft.config.to_dict(), draft.vocab.tolist(), draft.own_head, batch,
-             passes)
+    facts = numbers, draft.config.to_dict(), draft.vocab.tolist(), batch, passes
     fit_part(draft, model, facts, data, held_out,
              lambda rng: sample_loss(draft, model, data, batch, rng, score, passes),
              lambda: evaluate(draft, texts), steps=steps, lr=lr, seed=seed, work=work,
@@ -342,7 +323,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 def save_draft(path: Path, draft: Eagle3Layer, model) -> None:
     """Write a draft to a file, which says for which model it is."""
     save_trained(path, draft, model, config=draft.config.to_dict(), form=draft.form._asdict(),
-                 own_head=draft.own_head, taps=draft.taps, vocab=draft.vocab.tolist())
+                 taps=draft.taps, vocab=draft.vocab.tolist())
 
 
 def load_draft(path: str | Path, model) -> Eagle3Layer:
@@ -350,11 +331,10 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
     if is_released(path):
         config, taps, vocab, form, tensors = read_eagle3(str(path), model)
         draft = Eagle3Layer(model, config, taps, vocab, Form(**form))
-        return fill_layer(draft, draft.parts(), tensors, str(path), model)
+        return fill_layer(draft, draft.trainable(), tensors, str(path), model)
     return load_trained(path, Eagle3Layer.title, model, lambda header: Eagle3Layer(
         model, LlamaConfig(**header["config"]), header["taps"], header["vocab"],
-        Form(*(header["form"][name] for name in Form._fields)),  # older files have more of them
-        own_head=header.get("own_head", True)))
+        Form(*(header["form"][name] for name in Form._fields))))  # older files have more of them
 
 
 if __name__ == "__main__":

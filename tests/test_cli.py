@@ -370,7 +370,6 @@ survey.sequoia --nodes 1
 survey.several_drafts --K 1537
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors
-survey.eagle3 train --out {odd}/new --taps 2 --norms
 hybrid.hybrid --guess rest
 survey.masks --L 9
 survey.triforce --budget 7

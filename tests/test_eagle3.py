@@ -12,8 +12,7 @@ from support.engine import EngineLM, depth_of, tap_layers
 from support.layers import choose_taps, read_taps, tap_widths
 from support.parts import head_for, score_with
 from survey.eagle import Pairs
-from survey.eagle3 import (Eagle3Layer, choose_lessons, load_draft, make_config, read_target,
-                           save_draft, unroll_loss)
+from survey.eagle3 import Eagle3Layer, choose_lessons, make_config, read_target, unroll_loss
 from survey.mtp import MTPBlock
 from test_lossless import METHODS, play_rounds
 from training.loop import pad_pairs
@@ -22,9 +21,9 @@ MODEL = tiny("llama", num_hidden_layers=7)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def make_draft(taps=(2, 3, 4), vocab=range(61), **options) -> Eagle3Layer:
+def make_draft(vocab=range(61)) -> Eagle3Layer:
     """Make a draft whose every trained weight is random."""
-    return rand(Eagle3Layer(MODEL, make_config(MODEL), [*taps], vocab, **options))
+    return rand(Eagle3Layer(MODEL, make_config(MODEL), [2, 3, 4], vocab))
 
 
 # ----------------------------------------------------------------------------------------- taps
@@ -119,9 +118,6 @@ def test_tokens_that_the_draft_cannot_guess_are_not_learned():
     assert torch.allclose(probs, logits[:, ::2].softmax(-1), atol=1e-5)
 
 
-def test_a_head_of_the_target_is_neither_trained_nor_kept(tmp_path):
-    draft = make_draft(vocab=range(0, 61, 2), own_head=False)
-    assert "lm_head.weight" not in draft.trainable()
-    save_draft(tmp_path / "x", draft, MODEL)
-    again = load_draft(tmp_path / "x", MODEL)
-    assert torch.equal(again.parts()["lm_head.weight"], MODEL.lm_head.weight[::2])
+def test_an_lm_head_begins_as_the_targets():
+    draft = Eagle3Layer(MODEL, make_config(MODEL), [2, 3, 4], range(0, 61, 2))
+    assert torch.equal(draft.trainable()["lm_head.weight"], MODEL.lm_head.weight[::2])

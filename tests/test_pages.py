@@ -88,7 +88,7 @@ def problem_of(command: list[str], capsys) -> str:
     if not (ROOT / file).is_file():
         return file
     prompts = str(ROOT / "models/examples.jsonl")
-    words = [word for word in words[2 if module else 1:] if word not in ("$asked", "$short")]
+    words = [word for word in words[2 if module else 1:] if word != "$asked"]
     for i in [i for i, word in enumerate(words[:-1]) if word == "--prompts"]:
         words[i + 1] = prompts
     rows = [words[i + 1].split()[0] for i, word in enumerate(words) if word == "--row"]

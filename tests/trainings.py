@@ -35,8 +35,8 @@ TRAININGS = {  # a training: the decoding that reads OUT
 TWINS = {  # another line runs all the code of each
     "bita train --P 3 --M 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
     "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
-CHOICES = {"heads": ("medusa", "hydra"), "head": ("own", "target"),
-           "taps": ("0,1", "0,2", "2"), "divergence": ("forward-kl", "jsd")}
+CHOICES = {"heads": ("medusa", "hydra"), "taps": ("0,1", "0,2", "2"),
+           "divergence": ("forward-kl", "jsd")}
 # Options that the file keeps and no loss reads, or that do not go with others of the line
 SAME = [("survey.layerskip tune --E 1 --rank 2", "E")]
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
