@@ -21,13 +21,8 @@ A star marks what differs from EAGLE (eagle.py):
 EAGLE's loss on features ties a_{i+1} to the target's own feature, and more data does not help then.
 Without it a_{i+1} may be anything useful, but then it differs from g, and a layer trained on g
 alone has never read an a. So training does what decoding will do, the *training-time test* (Section
-3.2): pass n reads what pass n - 1 gave. Row j of pass n stands for the row of a guess, n levels
-below row j of the text:
-
-    pass 0   reads g_j      and t_{j+1}   sees pass 0 up to j               guesses t_{j+2}
-    pass 1   reads a of j   and t_{j+2}   sees pass 0 up to j, itself       guesses t_{j+3}
-    pass 2   reads a of j   and t_{j+3}   sees pass 0 up to j, rows j of    guesses t_{j+4}
-                                          pass 1 and pass 2
+3.2). The layer makes several passes over a text, and pass n reads the a of pass n - 1. A picture is
+in training/unroll.py.
 
     loss = Σ_n 0.8^n CrossEntropy(target's distribution, the guess of pass n)
 
@@ -39,26 +34,21 @@ Departures, besides those of EAGLE's tree (eagle.py):
   The LM head begins as the target's. Why: pass n weighs 0.8^n and costs as much as the first, and
   the draft guesses these answers.
 """
-import math
-import random
 import sys
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Iterable, Iterator, NamedTuple
 
 from common import Sampler, greedy
-from support.engine import EngineLM, MODELS, check, tap_layers
+from support.engine import EngineLM, MODELS, check
 from support.layers import choose_taps, read_taps, tap_widths
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle3
-from support.settings import Pair
 from survey.eagle import decode
-from training.loop import (count_tokens, find_frequent, fit_part, pad_pairs, prepare_training,
-                           sample_alike, warm_linear)
-from training.texts import compute_features, evaluate
+from training.loop import find_frequent, prepare_training
+from training.unroll import fit_unrolled
 
 import torch
-import torch.nn.functional as F
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 ADAPTER = f"{MODELS}/eagle3.safetensors"
@@ -179,46 +169,6 @@ class Eagle3Layer(Part):
         return torch.cat([e.to(g.dtype), g], -1)
 
 
-def unroll_loss(draft: Part, ids: torch.Tensor, features: torch.Tensor, learns: torch.Tensor,
-                probs: torch.Tensor, passes: int, score: Callable | None = None) -> torch.Tensor:
-    """Compute the loss of the training-time test of Section 3.2.
-
-    draft     this draft, or an MTP block
-    ids       [B, T], texts that were padded at their ends
-    features  [B, T, t], what was tapped, where t is the width of all taps
-    learns    bool [B, T], which tokens are learned
-    probs     [N, D], for each learned token the target's distribution over the draft's vocabulary
-    passes    how often the layer runs
-    score     turns what the layer makes into logits. None: the draft's LM head does
-    returns   Σ_n draft.decay^n times the mean loss of the guesses of pass n that are learned
-    """
-    R = ids.shape[1] - 2
-    score = score or draft.lm.get_output_embeddings()
-    number = learns.flatten().cumsum(0).view(learns.shape) - 1  # the row of `probs` of each token
-    cache = DynamicCache()  # holds the rows of all passes, and gradients flow through it
-    total = 0.0
-    own = torch.eye(R, dtype=torch.bool, device=ids.device)
-    sees = [torch.ones_like(own).tril()]  # for each pass so far, which of its rows a row sees
-    g = features[:, :R]
-    for n in range(min(passes, R)):
-        # Row j reads t_{j+1+n}. The last n rows have none: they read any token, and learn nothing.
-        tokens = F.pad(ids[:, 1 + n:-1], (0, n))
-        inputs = draft.join(g, tokens)
-        mask = torch.where(torch.cat(sees, 1), 0.0, -torch.inf).to(inputs)
-        mask = mask.expand(len(ids), 1, -1, -1)  # [B, 1, R, (n + 1) R]
-        places = torch.arange(n, R + n, device=ids.device)[None]
-        g = draft.lm.get_decoder()(inputs_embeds=inputs, position_ids=places, attention_mask=mask,
-                                   past_key_values=cache, use_cache=True)[0]  # a of pass n
-        # Row j guesses t_{j+2+n}.
-        learned = learns[:, 2 + n:]
-        logits = score(g[:, :R - n][learned]).float()
-        each = F.cross_entropy(logits, probs[number[:, 2 + n:][learned]], reduction="none")
-        # The draft's vocabulary may lack all tokens of a pass. The mean of none would be NaN.
-        total = total + draft.decay ** n * (each.mean() if len(each) else each.sum())
-        sees.append(own)
-    return total
-
-
 # ---------------------------------------------------------------------------------- decoding
 
 def eagle3(target: EngineLM, prompt: list[int], *, nodes: int = 0,
@@ -241,54 +191,6 @@ def eagle3(target: EngineLM, prompt: list[int], *, nodes: int = 0,
 
 # ------------------------------------------------------------------------------------ training
 
-@torch.no_grad()
-def read_target(model, taps: list[int] | None,
-                ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the frozen target over texts [B, T] that were padded at their ends.
-
-    returns  what is tapped [B, T, t], where t is the width of all taps, and what the target's LM
-             head reads [B, T, f]
-    """
-    seen, last = [], []
-    with tap_layers(model, taps, seen), tap_layers(model, None, last):
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    return torch.cat(seen, -1), last[0]
-
-
-@torch.no_grad()
-def choose_lessons(draft: Part, ids: torch.Tensor, answers: torch.Tensor,
-                   hidden: torch.Tensor, score: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the tokens to be learned, and compute the target's distributions of them.
-
-    ids        [B, T]
-    answers    bool [B, T - 1], where the next token is of an answer (`pad_pairs`)
-    hidden     [B, T, f], what the target's LM head reads
-    score      turns rows of `hidden` into logits of the draft's vocabulary (parts.score_with)
-    returns    learns and probs, as `unroll_loss` takes them
-    """
-    # A token that the draft cannot guess teaches it nothing. Rows are chosen before the LM head,
-    # which is most of the work.
-    learns = answers & torch.isin(ids[:, 1:], draft.vocab)
-    probs = score(hidden[:, :-1][learns]).softmax(-1)
-    return F.pad(learns, (1, 0)), probs  # by the token's place, not by the row before it
-
-
-def sample_loss(draft: Part, model, data: list[Pair], batch: int, rng: random.Random,
-                score: Callable, *how) -> torch.Tensor:
-    """Sample a few pairs, and compute what `unroll_loss` makes of them.
-
-    batch    how many pairs are sampled
-    rng      the generator
-    score    as for `choose_lessons`
-    how      the last arguments of `unroll_loss`, from `passes` on
-    """
-    pairs = sample_alike(data, batch, rng, count_tokens)
-    ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
-    features, hidden = read_target(model, draft.taps, ids)
-    learns, probs = choose_lessons(draft, ids, answers, hidden, score)
-    return unroll_loss(draft, ids, features, learns, probs, *how)
-
-
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
           taps: str = "", passes: int = 5, mlp: int = 0, vocab: int = 0, max_new_tokens: int = 200,
           steps: int = 1000, batch: int = 16, lr: float = 1e-3, seed: int = 0) -> None:
@@ -307,14 +209,10 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     every = range(len(model.get_output_embeddings().weight))
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, seed=seed)
-    texts = compute_features(model, held_out, numbers)
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
-
-    facts = numbers, draft.config.to_dict(), draft.vocab.tolist(), batch, passes
-    fit_part(draft, model, facts, data, held_out,
-             lambda rng: sample_loss(draft, model, data, batch, rng, score, passes),
-             lambda: evaluate(draft, texts), steps=steps, lr=lr, seed=seed, work=work,
-             name="eagle3", rate=warm_linear, max_norm=math.inf, max_value=0.5)
+    fit_unrolled(draft, model, (numbers, draft.config.to_dict()), data, held_out, score,
+                 draft.lm.lm_head, batch=batch, passes=passes, steps=steps, lr=lr, seed=seed,
+                 work=work, name="eagle3")
     save_draft(out, draft, model)
 
 

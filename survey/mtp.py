@@ -17,7 +17,7 @@ final norm. Row i has position i:
 
 The row of a guess reads f̂ in place of f. All of that is EAGLE's (eagle.py, whose trees and cache
 are used here), except for the norms. The loss is not: nothing ties f̂ to the target's own feature.
-The layer learns from what it guessed itself, as EAGLE-3's does (eagle3.py):
+The layer learns from what it guessed itself, as EAGLE-3's does (training/unroll.py):
 
     loss = Σ_n 0.6^n CrossEntropy(target's distribution, the guess of pass n)
 
@@ -49,7 +49,6 @@ Departures, besides those of EAGLE's tree (eagle.py):
   target's last layer of full attention and its final norm. Why: the target has learned already.
 """
 import copy
-import math
 import re
 import sys
 from pathlib import Path
@@ -62,9 +61,8 @@ from support.layers import name_norm, take_layers
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file
 from survey.eagle import decode
-from survey.eagle3 import sample_loss
-from training.loop import find_frequent, fit_part, prepare_training, warm_linear
-from training.texts import compute_features, evaluate
+from training.loop import find_frequent, prepare_training
+from training.unroll import fit_unrolled
 
 import torch
 from safetensors import safe_open
@@ -269,12 +267,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     draft = MTPBlock(model, seed)
     if vocab:
         draft.keep(find_frequent(data, vocab))
-    texts = compute_features(model, held_out, None)
     score = score_with(model, draft.lm.get_output_embeddings())
-    fit_part(draft, model, (draft.vocab.tolist(), batch, passes), data, held_out,
-             lambda rng: sample_loss(draft, model, data, batch, rng, score, passes, score),
-             lambda: evaluate(draft, texts), steps=steps, lr=lr, seed=seed, work=work, name="mtp",
-             rate=warm_linear, max_norm=math.inf, max_value=0.5)
+    fit_unrolled(draft, model, (), data, held_out, score, score, batch=batch, passes=passes,
+                 steps=steps, lr=lr, seed=seed, work=work, name="mtp")
     save_trained(out, draft, model)
 
 

@@ -157,10 +157,8 @@ MUTANTS = {
     "survey/eagle3.py": [
         ("torch.cat([self.input_layernorm(e), normed], -1)",
          "torch.cat([normed, self.input_layernorm(e)], -1)", "the feature stands before the token"),
-        ("sees.append(own)", "sees.append(own.cumsum(1).T.bool())",
-         "a row of training sees the guesses of other rows"),
-        ("learned = learns[:, 2 + n:]", "learned = learns[:, 1 + n:-1]",
-         "a row learns one token too late")],
+        ("weight.data.copy_(rows[self.vocab])", "weight.data.copy_(rows[:len(self.vocab)])",
+         "rows of the LM head begin as those of other tokens")],
     "survey/mtp.py": [
         ("torch.cat([gate, up], 1)", "torch.cat([up, gate], 1)", "gates of experts are swapped"),
         ('parts["lm_head.weight"] = own.weight', 'parts["lm_head.weight"] = head.weight',
@@ -272,6 +270,11 @@ MUTANTS = {
          "C_r keeps rows that saw a part of the text alone")],
     "training/texts.py": [
         ("ids[-rows:])", "ids[-rows - 1:-1])", "guesses are compared with the tokens before")],
+    "training/unroll.py": [
+        ("sees.append(own)", "sees.append(own.cumsum(1).T.bool())",
+         "a row of training sees the guesses of other rows"),
+        ("learned = learns[:, 2 + n:]", "learned = learns[:, 1 + n:-1]",
+         "a row learns one token too late")],
     "support/packed.py": [
         ("(weight.data_ptr(), weight._version)", "0", "a trained layer multiplies by old weights"),
         ("if torch.is_grad_enabled() or", "if", "packed layers cannot be trained"),

@@ -12,10 +12,11 @@ from support.engine import EngineLM, depth_of, tap_layers
 from support.layers import choose_taps, read_taps, tap_widths
 from support.parts import head_for, score_with
 from survey.eagle import Pairs
-from survey.eagle3 import Eagle3Layer, choose_lessons, make_config, read_target, unroll_loss
+from survey.eagle3 import Eagle3Layer, make_config
 from survey.mtp import MTPBlock
 from test_lossless import METHODS, play_rounds
 from training.loop import pad_pairs
+from training.unroll import choose_lessons, read_target, unroll_loss
 
 MODEL = tiny("llama", num_hidden_layers=7)
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -91,7 +92,7 @@ def test_training_gives_the_layer_what_decoding_gives_it(make, decay):
             if n < 2 and j + 2 + n < len(TEXT):
                 logits = lm.forward(draft.join(*Pairs(lm.features[-1:], [TEXT[j + 2 + n]])))
     expected = sum(decay ** n * torch.stack(some).mean() for n, some in losses.items())
-    found = unroll_loss(draft, ids, features, learns, probs, 3)
+    found = unroll_loss(draft, draft.lm.get_output_embeddings(), ids, features, learns, probs, 3)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -100,9 +101,10 @@ def test_a_pass_that_learns_nothing_adds_nothing():
     draft, ids = make_draft(), torch.tensor([TEXT])
     features, _ = read_target(MODEL, draft.taps, ids)
     learns, probs = torch.zeros_like(ids, dtype=torch.bool), torch.full((1, 61), 1 / 61)
-    assert unroll_loss(draft, ids, features, learns, probs[:0], 3).item() == 0.0
+    given = draft, draft.lm.lm_head, ids, features, learns
+    assert unroll_loss(*given, probs[:0], 3).item() == 0.0
     learns[0, 2] = True  # of pass 0 alone
-    one, three = (unroll_loss(draft, ids, features, learns, probs, n) for n in (1, 3))
+    one, three = (unroll_loss(*given, probs, n) for n in (1, 3))
     assert one.item() == three.item() > 0.0
 
 
