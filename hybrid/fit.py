@@ -16,13 +16,13 @@ from pathlib import Path
 
 from hybrid.guessers import FLOOR, GUESSES, Trained
 from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
+from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import EngineLM, MODELS, depth_of, vocab_size
 from support.layers import tap_widths
 from support.parts import save_facts, score_with
 from support.released import some_weights
-from survey.eagle import Pairs
 from survey.recycling import Successors
-from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
+from survey.rest import BEGIN, DATASTORE, Datastore, load_datastore
 from training.loop import collect_pairs
 
 import torch
@@ -34,18 +34,18 @@ LIKELY = 0.1  # the least chance of a token that does not end a round of `replay
 
 @torch.inference_mode()
 def replay_answers(lm: EngineLM, data: list[tuple], store: Datastore,
-                   parts: dict[str, Trained]) -> tuple[str, list[list], dict[str, list[dict]]]:
+                   parts: dict[str, Trained]) -> tuple[list[int], list[list], dict]:
     """Ask n-grams and trained parts before each token of answers, as decoding would.
 
     lm       the target
     data     pairs of a prompt and an answer
     store    the datastore of the n-grams
     parts    {kind of part: the part}
-    returns  tokens, those of all answers as rest.as_text writes them. entries, for each token the
-             list of what `list_entries` yields before it. guessed, for each kind of part a list of
-             what `predict` returns before each token
+    returns  tokens, those of all answers. entries, for each token the list of what `list_entries`
+             yields before it. guessed, for each kind of part a list of what `predict` returns
+             before each token
     """
-    tokens = ""
+    tokens = []
     entries = []
     guessed = {kind: [] for kind in parts}
     # The input of the LM head is always tapped, since it gives the target's logits.
@@ -53,25 +53,24 @@ def replay_answers(lm: EngineLM, data: list[tuple], store: Datastore,
     read = sorted({top, *chain(*(part.taps for part in parts.values()))})
     successors, score = Successors(), score_with(lm.model)
     for prompt, answer in tqdm(data, desc="answers"):
-        ngrams = NGrams(as_text(prompt), store, [], successors)
+        ngrams = NGrams(prompt, store, [], successors)
         lm.start(prompt + answer, taps=read)
         tapped = dict(zip(read, lm.features.split(tap_widths(lm.model, read), -1)))
         said = score(tapped[top][len(prompt) - 1:])[:, :lm.vocab]  # [answer + 1, V]
-        for i, token in enumerate(as_text(answer)):
+        for i, token in enumerate(answer):
             # The counts are copied, because they change as the text grows.
-            entries.append([(group, Counter(x)) for group, x in ngrams.list_entries("")])
-            before = as_tokens(ngrams.text[-1])
-            ngrams.add(token)
-            successors.learn(before, said[i][None])
+            entries.append([(group, Counter(x)) for group, x in ngrams.list_entries(())])
+            successors.learn(as_tokens(ngrams.text[-1]), said[i][None])
+            ngrams.add([token])
         for kind, part in parts.items():
             features = torch.cat([tapped[i] for i in part.taps], -1)
             guessed[kind] += replay_part(part, prompt, answer, features)
-        tokens += as_text(answer)
+        tokens += answer
     return tokens, entries, guessed
 
 
 def replay_part(part: Trained, prompt: list[int], answer: list[int],
-                features: torch.Tensor) -> list[dict[str, float]]:
+                features: torch.Tensor) -> list[dict[int, float]]:
     """Ask a trained part before each token of an answer, in rounds as decoding has them.
 
     In decoding, a part often guesses below the root, where it is right less often. So a round goes
@@ -85,16 +84,16 @@ def replay_part(part: Trained, prompt: list[int], answer: list[int],
     returns   for each token of the answer what `predict` returned before it
     """
     text = prompt + answer
-    part.start(Pairs(features[:len(prompt) - 1], prompt[1:]))
+    part.start(features[:len(prompt) - 1], prompt[1:])
     root = len(prompt) - 1  # its place in the text
     guessed = []
     for i in range(len(prompt), len(text)):
-        path = as_text(text[root + 1:i])
+        path = text[root + 1:i]
         guessed.append(part.predict(path))
-        likely = guessed[-1].get(as_text(text[i:i + 1]), 0.0) >= LIKELY
+        likely = guessed[-1].get(text[i], 0.0) >= LIKELY
         if not likely or len(path) + 1 == part.depth:
             # Row j of the features led to token j + 1.
-            part.add(Pairs(features[root:i], text[root + 1:i + 1]))
+            part.add(features[root:i], text[root + 1:i + 1])
             root = i
     return guessed
 
@@ -153,7 +152,7 @@ def fit_trust(chains: list, classes: tuple[int, ...], rounds: int = 15) -> list:
     return trust.tolist()
 
 
-def fit_pool(tokens: str, guessed: list[dict], chances: list[dict]) -> list[float]:
+def fit_pool(tokens: list[int], guessed: list[dict], chances: list[dict]) -> list[float]:
     """Find the c, a and b with which `pool_chances` makes tokens likeliest.
 
     log score is linear in them, so there is one best choice. A little decay keeps it finite.

@@ -7,6 +7,7 @@ All of them make one pass a round, at the root. Layers that need a pass for each
 take more time than they save beside n-grams.
 """
 import math
+from typing import Sequence
 
 from common import KVCache
 from support.engine import EngineLM, MODELS, depth_of, require
@@ -14,9 +15,7 @@ from support.parts import load_facts, logits_of
 from support.released import is_head
 from support.trees import rank_tokens
 from survey.dflash import load_draft, run_block
-from survey.eagle import Pairs
 from survey.medusa import load_heads
-from survey.rest import as_text, as_tokens
 
 import torch
 
@@ -27,9 +26,9 @@ FLOOR = 0.001  # the least chance that a trained part or the n-grams give, if bo
 class Trained:
     """Hold a trained part that guesses what comes after the text.
 
-    A pair is a token, and the target's feature of the token before it. The part reads pairs, which
-    wait until the part is asked. A head of Medusa or Hydra reads only the last pair. DFlash's draft
-    reads all waiting pairs, because its cache has the earlier ones.
+    The part reads features of the target, which wait until the part is asked. A head of Medusa or
+    Hydra reads only the last feature. DFlash's draft reads all that wait, because its cache has the
+    earlier ones.
 
     target   the model whose features the part reads
     kind     medusa, hydra or dflash
@@ -37,7 +36,7 @@ class Trained:
 
     taps     the layers whose inputs are this part's features, side by side
     depth    for how many levels of a tree the part guesses
-    waiting  the pairs that the part has not read, in some Pairs one after the other
+    waiting  the features that the part has not read, in some tensors [n, d] one after the other
     root     the last token of the text, below which paths begin
     logits   [depth, V'] of this round's pass. Row k guesses after k guesses. None: no pass yet
     """
@@ -55,30 +54,32 @@ class Trained:
         self.depth = self.part.B - 1 if self.block else 1
         self.taps = self.part.taps or [depth_of(model)]
 
-    def start(self, pairs: Pairs) -> None:
+    def start(self, features: torch.Tensor, tokens: list[int]) -> None:
         """Forget everything and begin a text.
 
-        pairs    the pairs of the prompt. A prompt of one token has none
+        features  [n, d] of the tokens of the prompt, except the last one
+        tokens    the n tokens that follow these. A prompt of one token has none
         """
         self.waiting, self.logits = [], None
         self.cache = KVCache()  # of DFlash's draft
-        if pairs.tokens:
-            self.add(pairs)
+        if tokens:
+            self.add(features, tokens)
 
-    def add(self, pairs: Pairs) -> None:
-        """Append pairs, and forget the round before.
+    def add(self, features: torch.Tensor, tokens: list[int]) -> None:
+        """Append what became final, and forget the round before.
 
-        pairs    the pairs of the tokens that became final, one or more
+        features  [n, d] of the tokens before those that became final
+        tokens    the n tokens that became final, 1 or more
         """
-        self.waiting = [*self.waiting, pairs] if self.block else [pairs]
-        self.root, self.logits = pairs.tokens[-1], None
+        self.waiting = [*self.waiting, features] if self.block else [features]
+        self.root, self.logits = tokens[-1], None
 
     @torch.inference_mode()
-    def predict(self, path: str = "") -> dict[str, float]:
+    def predict(self, path: Sequence[int] = ()) -> dict[int, float]:
         """Guess the next token after the text, or after a path of guesses below its root.
 
         path     the guesses, fewer than `depth`. The first path of a round makes the pass
-        returns  {next token: its chance} for the RANKS likeliest tokens. {} if there is no pair
+        returns  {next token: its chance} for the RANKS likeliest tokens. {} if there is no feature
         """
         if self.logits is None:
             if not self.waiting:
@@ -87,19 +88,18 @@ class Trained:
             self.waiting = []
         z = self.logits[len(path)]
         if self.block:
-            before = torch.tensor([self.root, *as_tokens(path)][-1], device=z.device)
+            before = torch.tensor([self.root, *path][-1], device=z.device)
             z = self.part.add_markov(z, before)
         tokens, chances = rank_tokens(z[:self.vocab], self.part.vocab)
-        return dict(zip(as_text(tokens), chances))
+        return dict(zip(tokens, chances))
 
     def run_block(self) -> torch.Tensor:
-        """Run a block of DFlash's draft after all waiting pairs; return logits [B - 1, V']."""
-        features = torch.cat([pairs.features for pairs in self.waiting])
-        return run_block(self.part, self.cache, features, self.root)
+        """Run a block of DFlash's draft after all that waits; return logits [B - 1, V']."""
+        return run_block(self.part, self.cache, torch.cat(self.waiting), self.root)
 
     def run_head(self) -> torch.Tensor:
-        """Run the first head after the last pair; return logits [1, V']."""
-        feature = self.waiting[-1].features[-1:]  # [1, d]
+        """Run the first head after the last feature; return logits [1, V']."""
+        feature = self.waiting[-1][-1:]  # [1, d]
         between = self.embed(torch.tensor([self.root], device=feature.device))[:, None]
         return self.to_logits(self.part.lm_head_of(1)(self.part(1, feature, between)))
 
@@ -137,8 +137,8 @@ def load_trust(path: str, model) -> dict:
         name: facts[name] for name in ("trust", "pools", "parts")})
 
 
-def pool_chances(guessed: dict[str, float], chances: dict[str, float],
-                 exponents: list[float]) -> dict[str, float]:
+def pool_chances(guessed: dict[int, float], chances: dict[int, float],
+                 exponents: list[float]) -> dict[int, float]:
     """Compute one chance from the chances p of a trained part and q of the n-grams.
 
         score(x) = e^c p(x)^a q(x)^b          chance(x) = score(x) / (1 + Σ score)

@@ -60,12 +60,10 @@ from common import Sampler, begin, greedy, walk
 from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
-from support.clock import Clock
+from support.clock import MOST, Clock
 from support.engine import EngineLM, MODELS, require
-from support.trees import MOST
-from survey.eagle import Pairs
 from survey.recycling import Successors
-from survey.rest import DATASTORE, as_text, as_tokens, load_datastore
+from survey.rest import DATASTORE, load_datastore
 
 LEAST = 0.01  # the least chance of a node
 RECENT = 64  # the latest rounds, which say how fast tokens become final
@@ -73,13 +71,12 @@ RECENT = 64  # the latest rounds, which say how fast tokens become final
 
 # ---------------------------------------------------------------------------------- the tree
 
-def predict_children(ngrams: NGrams, path: str, trained: Trained | None,
-                     pool: list[float]) -> dict[str, float]:
+def predict_children(ngrams: NGrams, path: tuple[int, ...], trained: Trained | None,
+                     pool: list[float]) -> dict[int, float]:
     """Tell with which chance each token follows a node, if the node itself is accepted.
 
     ngrams   the n-gram model with the text so far
-    path     the guesses from the root's child down to the node, as rest.as_text writes them. ""
-             for the root
+    path     the guesses from the root's child down to the node. () for the root
     trained  a trained part, or None
     pool     c, a and b (`fit_pool`)
     returns  {token: its chance}
@@ -93,10 +90,11 @@ def predict_children(ngrams: NGrams, path: str, trained: Trained | None,
     return pool_chances(guessed, chances, pool)
 
 
-def grow_hybrid(ngrams: NGrams, trained: Trained | None, pool: list[float], most: int,
+def grow_hybrid(root: int, ngrams: NGrams, trained: Trained | None, pool: list[float], most: int,
                 least: float) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree of the likeliest nodes, best first.
 
+    root     the last token of the text
     most     the most nodes of a tree, the root among them
     least    the least chance of a node
     returns  ids, parents and chances of the nodes, the root first. The chances never rise, so the
@@ -104,23 +102,23 @@ def grow_hybrid(ngrams: NGrams, trained: Trained | None, pool: list[float], most
 
     The other arguments are those of `predict_children`.
     """
-    paths, parents, chances = [], [], []  # of each node of the tree
-    heap = [(-1.0, 0, -1, "")]  # (minus the chance, number, parent, path)
+    ids, parents, chances = [], [], []  # of each node of the tree
+    heap = [(-1.0, 0, -1, (root,))]  # (minus the chance, number, parent, tokens from the root down)
     pushed = 0  # a node's number: of equally likely nodes the one that was pushed first comes first
     while heap:
         negative, _, parent, path = heapq.heappop(heap)
         chance = -negative
-        paths.append(path)
+        ids.append(path[-1])
         parents.append(parent)
         chances.append(chance)
-        if len(paths) == most:
+        if len(ids) == most:
             break
-        children = predict_children(ngrams, path, trained, pool)
+        children = predict_children(ngrams, path[1:], trained, pool)
         for token, share in children.items():
             if chance * share >= least:
                 pushed += 1
-                heapq.heappush(heap, (-chance * share, pushed, len(paths) - 1, path + token))
-    return as_tokens(ngrams.text[-1] + "".join(path[-1] for path in paths[1:])), parents, chances
+                heapq.heappush(heap, (-chance * share, pushed, len(ids) - 1, (*path, token)))
+    return ids, parents, chances
 
 
 def price_row(clock: Clock, recent: deque) -> float:
@@ -163,24 +161,26 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
     pool = facts["pools"][guess]
     prompt = begin(prompt, target, taps=trained.taps if trained else None)
     if trained:
-        trained.start(Pairs(target.features, prompt[1:]))
-    ngrams = NGrams(as_text(prompt), store, facts["trust"], successors)
+        trained.start(target.features, prompt[1:])
+    ngrams = NGrams(prompt, store, facts["trust"], successors)
+    root = prompt[-1]
     clock = target.once(Clock, target, of=hybrid)
     recent = deque(maxlen=RECENT)
     while True:
         clock.begin()
         most = nodes or MOST
         least = LEAST if nodes else max(LEAST, price_row(clock, recent))
-        ids, parents, chances = grow_hybrid(ngrams, trained, pool, most, least)
+        ids, parents, chances = grow_hybrid(root, ngrams, trained, pool, most, least)
         # Verify.
         logits = target.forward(ids, parents)
         path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
         # Tell all that guesses what became final.
         ngrams.successors.learn(ids, logits)  # rejected nodes too
-        ngrams.add(as_text(chunk))
+        ngrams.add(chunk)
         if trained:
-            trained.add(Pairs(target.features[path], chunk))
+            trained.add(target.features[path], chunk)
+        root = chunk[-1]
         clock.note(1, len(ids))
         recent.append((len(chunk), time.perf_counter() - clock.began))
         if log is not None:

@@ -35,10 +35,11 @@ The *class* of an entry is a triple (source, often, variety) of indices into the
 """
 from collections import Counter, defaultdict
 from itertools import product
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, Sequence
 
+from support.characters import as_text, as_tokens
 from survey.recycling import Successors
-from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
+from survey.rest import Datastore
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 TEXT, STORE, TARGET = 0, 1, 2
@@ -53,13 +54,13 @@ LEAST = 0.01  # where less mass than this is left, no further entry is asked
 class NGrams:
     """Tell what follows a text, by what followed its last tokens before.
 
-    text         the text so far, as rest.as_text writes it
+    text         the text so far, as `as_text` writes it
     store        the datastore that is searched beside the text. Each of its texts has ended
     trust        the trust of each class of entries, [source][often][variety]
     successors   what the target said after each token, which the caller keeps up to date
     """
 
-    def __init__(self, text: str, store: Datastore, trust: list,
+    def __init__(self, text: list[int], store: Datastore, trust: list,
                  successors: Successors | None = None):
         self.text = ""
         self.store = store
@@ -69,47 +70,42 @@ class NGrams:
         self.store_followers = {}  # suffix: a Counter
         self.add(text)
 
-    def add(self, text: str) -> None:
-        """Append tokens to the text.
-
-        text   the tokens, as rest.as_text writes them
-        """
-        for token in text:
+    def add(self, tokens: list[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
             for n in LENGTHS:
                 if n <= len(self.text):
                     self.text_followers[self.text[-n:]][token] += 1
-            self.text += token
+            self.text += as_text([token])
 
     def count_followers(self, source: int, s: str) -> Counter:
         """Count the tokens that followed a suffix in a source.
 
         source   TEXT, STORE or TARGET
-        s        the suffix
+        s        the suffix, as `as_text` writes it
         returns  {token: how often it followed}. In the datastore, this is counted at a sample of
                  many places
         """
         if source == TEXT:
             return self.text_followers.get(s, Counter())
         if source == TARGET:
-            token = as_tokens(s)[-1]
-            row = self.successors.rows.get(token, []) if len(s) == 1 else []
-            return Counter(dict(zip(as_text(row), SAID)))
+            row = self.successors.rows.get(as_tokens(s)[0], []) if len(s) == 1 else []
+            return Counter(dict(zip(row, SAID)))
         if s not in self.store_followers:
-            counts = Counter(self.store.text[i] for i in self.store.find_places(s))
-            del counts[BOUNDARY]  # the end of a text is followed by nothing
-            self.store_followers[s] = counts
+            found = self.store.find_following(s, 1)  # nothing follows the end of a text
+            self.store_followers[s] = Counter(as_tokens("".join(found)))
         return self.store_followers[s]
 
-    def list_entries(self, path: str) -> Iterator[tuple[tuple[int, int, int], Counter]]:
+    def list_entries(self, path: Sequence[int]) -> Iterator[tuple[tuple[int, int, int], Counter]]:
         """Yield the entries for the end of the text and of a path of guesses below it.
 
         The entries of the longest suffix come first. Those of the same suffix are in the order of
         SOURCES.
 
-        path    the guesses, "" for none
+        path    the tokens that are guessed
         yields  for each entry its class, and the counts of its followers
         """
-        end = self.text[-LENGTHS[0]:] + path
+        end = self.text[-LENGTHS[0]:] + as_text(path)
         found = {}
         for source in SOURCES:
             for n in reversed(LENGTHS):
@@ -123,10 +119,10 @@ class NGrams:
                 often = sum(counts.total() > limit for limit in SEEN)
                 yield (source, often, class_of_variety(counts)), counts
 
-    def predict(self, path: str) -> dict[str, float]:
+    def predict(self, path: Sequence[int] = ()) -> dict[int, float]:
         """Tell with which chance each token comes next.
 
-        path     guesses below the text, "" for none
+        path     the tokens that are guessed below the text
         returns  {token: its chance} after the text and the path. The chances sum to 1 or less
         """
         return mix_entries(self.list_entries(path), self.trust)
@@ -143,7 +139,7 @@ def class_of_variety(counts: Counter) -> int:
     return 1 if 3 * len(counts) <= counts.total() else 2
 
 
-def mix_entries(entries: Iterable[tuple], trust: list) -> dict[str, float]:
+def mix_entries(entries: Iterable[tuple], trust: list) -> dict[int, float]:
     """Give the mass to tokens, entry by entry, as the table of the file's header shows it.
 
     entries   what `list_entries` yields

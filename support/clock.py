@@ -25,8 +25,9 @@ import time
 from typing import Callable, Iterable, NamedTuple
 
 from support.engine import EngineLM
-from support.trees import MOST, best_tree
+from support.trees import best_tree
 
+MOST = 64  # the most nodes of a tree
 # One more row of a call takes this share of the call's fixed part, before anything is known. The
 # numbers are those of 10M to 1B parameters on two CPU cores, and of 8B on a GPU.
 SLOPES = {"cpu": 0.03, "cuda": 0.003}

@@ -3,16 +3,17 @@
     taps     which layers a draft reads. EngineLM (engine.py) keeps what enters them
     views    a model of its own that has only some of the layers, and copies no weights
     layers   some layers are copied into a smaller model, to be trained, saved and loaded
+    new      the configuration of a layer that is trained for a model
 """
 import copy
 from typing import Iterable
 
-from common import InputError
+from common import InputError, context_length
 from support.engine import EngineLM, depth_of, list_layers, name_of
 from support.files import explain_errors
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 # Three kinds of settings change with the layers. Lists with an entry for each layer, such as
 # layer_types, need no names here, since their length tells. Ids of tokens may be as many by chance.
@@ -255,3 +256,19 @@ def take_layers(model, numbers: list[int], **changes):
             small(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device),
                   use_cache=False)
         return small
+
+
+# --------------------------------------------------------------------------------------- new layers
+
+def make_config(model, mlp: int = 0) -> LlamaConfig:
+    """Make the configuration of a Llama layer to train for a model, as wide as the model's layers.
+
+    mlp   the width of the MLP. 0: that of the model's MLPs
+    """
+    text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
+    heads = text.num_attention_heads
+    return LlamaConfig(
+        hidden_size=h, intermediate_size=mlp or getattr(text, "intermediate_size", None) or 4 * h,
+        num_attention_heads=heads, num_key_value_heads=getattr(text, "num_key_value_heads", heads),
+        head_dim=getattr(text, "head_dim", None) or h // heads, num_hidden_layers=1,
+        rms_norm_eps=1e-5, max_position_embeddings=context_length(model))

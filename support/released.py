@@ -19,7 +19,7 @@ from typing import Callable, Sequence
 from common import InputError, context_length
 from support.engine import depth_of, require
 from support.files import check_file, explain_errors, read_json
-from support.layers import choose_taps, tap_widths
+from support.layers import choose_taps, make_config, tap_widths
 from support.parts import Part, belongs, fill, load_trained, match_type, some_embeddings
 
 import torch
@@ -109,20 +109,6 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 # ---------------------------------------------------------------------------------- the layer
-
-def make_config(model, mlp: int = 0) -> LlamaConfig:
-    """Make the configuration of a Llama layer to train for a model, as wide as the model's layers.
-
-    mlp   the width of the MLP. 0: that of the model's MLPs
-    """
-    text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
-    heads = text.num_attention_heads
-    return LlamaConfig(
-        hidden_size=h, intermediate_size=mlp or getattr(text, "intermediate_size", None) or 4 * h,
-        num_attention_heads=heads, num_key_value_heads=getattr(text, "num_key_value_heads", heads),
-        head_dim=getattr(text, "head_dim", None) or h // heads, num_hidden_layers=1,
-        rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
-
 
 def read_layer_config(path: str, config: dict, model, kind: type = LlamaConfig,
                       more: Sequence[str] = ()):

@@ -27,7 +27,6 @@ from typing import Callable, NamedTuple
 
 import torch
 
-MOST = 64  # the most nodes of a tree
 RANKS = 10  # the most children of a node
 TRIALS = 8  # so many imagined trials stand behind the rates before anything is known
 

@@ -55,11 +55,12 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
-from support.clock import Choice, Clock
+from support.clock import MOST, Choice, Clock
 from support.engine import EngineLM, MODELS, check
+from support.layers import make_config
 from support.parts import Part, head_for, load_trained, save_trained, score_with
-from support.released import fill_layer, is_released, make_config, read_eagle
-from support.trees import MOST, RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
+from support.released import fill_layer, is_released, read_eagle
+from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
                            fit_part, prepare_training, sample_alike, warm_cosine)
 from training.texts import Text, compute_features, evaluate

@@ -40,9 +40,9 @@ from typing import Iterable, Iterator, NamedTuple
 
 from common import Sampler, greedy
 from support.engine import EngineLM, MODELS, check
-from support.layers import choose_taps, read_taps, tap_widths
+from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.parts import Part, head_for, load_trained, save_trained, score_with
-from support.released import fill_layer, is_released, make_config, read_eagle3
+from support.released import fill_layer, is_released, read_eagle3
 from survey.eagle import decode
 from training.loop import find_frequent, prepare_training
 from training.unroll import fit_unrolled

@@ -40,9 +40,8 @@ from typing import Callable, Iterator
 
 from common import Sampler, greedy
 from support.engine import EngineLM, MODELS, depth_of
-from support.layers import name_norm, split_layers
+from support.layers import make_config, name_norm, split_layers
 from support.parts import Part, load_trained, match_type, save_trained, score_with
-from support.released import make_config
 from survey.layerskip import self_speculate
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, fit_part,
                            prepare_training, sample_alike)

@@ -71,6 +71,7 @@ from pathlib import Path
 from typing import Iterable, Iterator
 
 from common import InputError, Sampler, begin, context_length, greedy, trie, walk
+from support.characters import BOUNDARY, as_text, as_tokens
 from support.clock import Clock, list_sizes
 from support.engine import MODELS, EngineLM
 from support.files import explain_errors
@@ -86,25 +87,6 @@ AFTER = 10  # tokens that are read after s, at most
 MATCHES = 100  # the most places that are counted. Of more places an even sample counts
 BEGIN = 2  # tokens at the end of a prompt that a datastore keeps before the answer
 PRIOR = 0.65  # for `Acceptance`. A single guess was right for 0.63 of the embedded target's tokens
-BOUNDARY = "\0"  # comes after each text of a datastore
-
-
-def as_text(tokens: list[int]) -> str:
-    """Write tokens as a string, because Python slices and compares strings fast.
-
-    tokens   token t becomes the character of number t + 1, since number 0 is BOUNDARY
-    returns  one character for each token
-    """
-    return "".join(chr(token + 1) for token in tokens)
-
-
-def as_tokens(text: str) -> list[int]:
-    """Turn a string of `as_text` back into tokens.
-
-    text     a string without BOUNDARY
-    returns  the token of each character
-    """
-    return [ord(x) - 1 for x in text]
 
 
 class Datastore:

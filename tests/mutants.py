@@ -191,7 +191,7 @@ MUTANTS = {
     "hybrid/guessers.py": [
         ("z = self.logits[len(path)]", "z = self.logits[0]",
          "every depth is guessed by the block's first row"),
-        ("self.root, self.logits = pairs.tokens[-1], None", "self.root = pairs.tokens[-1]",
+        ("self.root, self.logits = tokens[-1], None", "self.root = tokens[-1]",
          "the pass of the round before guesses"),
         ("return {x: score / total", "return {x: score", "chances do not sum to 1")],
     "hybrid/fit.py": [
@@ -219,7 +219,7 @@ MUTANTS = {
     "hybrid/ngrams.py": [
         ("self.successors = successors or Successors()", "self.successors = Successors()",
          "what the target said is forgotten with each prompt"),
-        ("end = self.text[-LENGTHS[0]:] + path", "end = self.text[-LENGTHS[0]:]",
+        ("end = self.text[-LENGTHS[0]:] + as_text(path)", "end = self.text[-LENGTHS[0]:]",
          "the path of guesses is not looked up"),
         ("chances.get(token, 0.0) + mass * n / seen", "mass * n / seen",
          "a later entry replaces what an earlier one gave")],

@@ -7,9 +7,9 @@ from common import Sampler
 from fake_models import ScriptedLM, markov
 from helpers import tokens_of
 from laws import WARM, Choosing, law, outcomes
+from support.characters import as_text
 from survey import cascade as module
 from survey.cascade import Level, MaxGram, cascade, count_bigrams, review
-from survey.rest import as_text
 
 
 # ---------------------------------------------------------------------------------- levels, reviews

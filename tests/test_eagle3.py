@@ -9,10 +9,10 @@ from common import InputError
 from families import rand, tiny
 from naive import NaiveLM
 from support.engine import EngineLM, depth_of, tap_layers
-from support.layers import choose_taps, read_taps, tap_widths
+from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.parts import head_for, score_with
 from survey.eagle import Pairs
-from survey.eagle3 import Eagle3Layer, make_config
+from survey.eagle3 import Eagle3Layer
 from survey.mtp import MTPBlock
 from test_lossless import METHODS, play_rounds
 from training.loop import pad_pairs

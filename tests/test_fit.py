@@ -15,9 +15,10 @@ from hybrid.fit import CLASSES, fit, fit_pool, fit_trust, replay_answers, replay
 from hybrid.guessers import load_trust, pool_chances
 from hybrid.hybrid import hybrid
 from hybrid.ngrams import NGrams
+from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import EngineLM
 from survey.medusa import Heads
-from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
+from survey.rest import Datastore
 from trainings import WORDLESS
 
 
@@ -95,14 +96,16 @@ def test_a_part_is_replayed_in_rounds():
     told, asked = [], []
 
     def predict(path):
-        asked.append(as_tokens(path))
-        token = as_text([2 + len(asked)])
-        return {token: 0.05 if len(asked) == 2 else 0.1} if len(asked) != 6 else {}
-    part = SimpleNamespace(depth=3, start=told.append, add=told.append, predict=predict)
+        asked.append(path)
+        return {2 + len(asked): 0.05 if len(asked) == 2 else 0.1} if len(asked) != 6 else {}
+
+    def tell(*pairs):
+        told.append(pairs)
+    part = SimpleNamespace(depth=3, start=tell, add=tell, predict=predict)
     found = replay_part(part, [1, 2], [3, 4, 5, 6, 7, 8, 9], torch.arange(9.0)[:, None])
     assert asked == [[], [3], [], [5], [5, 6], [], []] and [*found[1].values()] == [0.05]
-    assert [pairs.tokens for pairs in told] == [[2], [3, 4], [5, 6, 7], [8]]
-    assert torch.cat([pairs.features for pairs in told]).flatten().tolist() == [*range(7)]
+    assert [tokens for _, tokens in told] == [[2], [3, 4], [5, 6, 7], [8]]
+    assert torch.cat([features for features, _ in told]).flatten().tolist() == [*range(7)]
 
 
 def test_answers_are_replayed_as_in_decoding(monkeypatch):
@@ -111,17 +114,17 @@ def test_answers_are_replayed_as_in_decoding(monkeypatch):
     as they were before each token."""
     model, told, seen, real = tiny("llama"), {}, [], NGrams.list_entries
     parts = {kind: SimpleNamespace(
-        taps=taps, depth=1, start=lambda pairs, kind=kind: told.setdefault(kind, pairs.features),
-        add=lambda pairs: None, predict=lambda path: {})
+        taps=taps, depth=1, start=lambda x, tokens, kind=kind: told.setdefault(kind, x),
+        add=lambda *pairs: None, predict=lambda path: {})
         for kind, taps in (("hydra", [2]), ("dflash", [0, 1]))}
     monkeypatch.setattr(NGrams, "list_entries", lambda self, path: seen.append(
         (as_tokens(self.text), dict(self.successors.rows))) or real(self, path))
     data = [([3, 9, 7], [4, 5, 4, 9]), ([9, 3], [5, 4])]
     store = Datastore(as_text([7, 6]) + BOUNDARY)
     tokens, entries, guessed = replay_answers(EngineLM(model, 50), data, store, parts)
-    assert tokens == as_text([4, 5, 4, 9, 5, 4]) and [*map(len, guessed.values())] == [6, 6]
-    assert entries[0] == [((1, 0, 0), Counter(as_text([6])))]
-    assert entries[3][0] == ((0, 0, 0), Counter(as_text([5])))
+    assert tokens == [4, 5, 4, 9, 5, 4] and [*map(len, guessed.values())] == [6, 6]
+    assert entries[0] == [((1, 0, 0), Counter([6]))]
+    assert entries[3][0] == ((0, 0, 0), Counter([5]))
     expected = {}
     for text, rows in seen:
         assert rows == expected

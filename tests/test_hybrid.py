@@ -12,11 +12,11 @@ from hybrid import hybrid as module
 from hybrid.guessers import Trained, pool_chances
 from hybrid.hybrid import grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
+from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import EngineLM
 from support.trees import RANKS
-from survey.eagle import Pairs
 from survey.recycling import Successors
-from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
+from survey.rest import Datastore
 from test_lossless import FILES, METHODS, trusting
 
 HALF = [[[0.5] * 3] * 5] * 3
@@ -31,14 +31,19 @@ def random_part(model, kind: str):
     return target, part
 
 
+def as_letters(chances: dict[int, float]) -> dict[str, float]:
+    """Write the tokens of a dictionary as letters."""
+    return {as_text([token]): chance for token, chance in chances.items()}
+
+
 # ----------------------------------------------------------------------------------- n-grams
 
 def test_the_example_of_the_header():
     """Here x y is "on the". After it came m, m, h; after other y came m, m, h, c, c, c, c."""
     trust = [[[0.0] * 3 for _ in range(5)] for _ in range(2)]
     trust[0][2][2], trust[0][3][1] = 0.6, 0.5
-    ngrams = NGrams("xym1xym2xyh3ym4ym5yh6yc7yc8yc9yc0xy", Datastore(), trust)
-    assert ngrams.predict("") == pytest.approx({"m": 0.48, "h": 0.24, "c": 0.08})
+    ngrams = NGrams(as_tokens("xym1xym2xyh3ym4ym5yh6yc7yc8yc9yc0xy"), Datastore(), trust)
+    assert as_letters(ngrams.predict()) == pytest.approx({"m": 0.48, "h": 0.24, "c": 0.08})
     assert [class_of_variety(Counter(x)) for x in ("aaa", "aaabbb", "aabbb")] == [0, 1, 2]
 
 
@@ -46,14 +51,16 @@ def test_the_longest_suffix_comes_first_and_of_equals_the_text():
     """A suffix may end in the path. Shorter ones are asked until nearly no mass is left. The end of
     a text of the datastore is no follower."""
     sure = [[[0.8] * 3] * 5] * 2
-    ngrams = NGrams("abcdefghxabcde", Datastore("fghy" + BOUNDARY + "gh" + BOUNDARY), sure)
-    found = [(k, dict(counts)) for (k, *_), counts in ngrams.list_entries("fgh")]
+    store, fgh = Datastore("fghy" + BOUNDARY + "gh" + BOUNDARY), as_tokens("fgh")
+    ngrams = NGrams(as_tokens("abcdefghxabcde"), store, sure)
+    found = [(k, as_letters(counts)) for (k, *_), counts in ngrams.list_entries(fgh)]
     assert found == [*[(0, {"x": 1})] * 3, (1, {"y": 1}), (0, {"x": 1}), (1, {"y": 1})]
-    assert ngrams.predict("fgh")["x"] == pytest.approx(1 - 0.2 ** 3)
+    assert as_letters(ngrams.predict(fgh))["x"] == pytest.approx(1 - 0.2 ** 3)
     assert ngrams.count_followers(STORE, "g") is ngrams.count_followers(STORE, "g")  # kept
-    assert len([*NGrams("a", Datastore("ab" + BOUNDARY), sure).list_entries("")]) == 1
-    ngrams = NGrams("pqbxxab", Datastore("aby"), sure)
-    assert ngrams.predict("") == pytest.approx({"y": 0.8 + 0.2 * 0.2 * 0.8, "x": 0.2 * 0.8})
+    few = NGrams(as_tokens("a"), Datastore("ab" + BOUNDARY), sure)
+    assert len([*few.list_entries(())]) == 1
+    found = as_letters(NGrams(as_tokens("pqbxxab"), Datastore("aby"), sure).predict())
+    assert found == pytest.approx({"y": 0.8 + 0.2 * 0.2 * 0.8, "x": 0.2 * 0.8})
 
 
 def test_what_the_target_said_comes_last():
@@ -61,8 +68,8 @@ def test_what_the_target_said_comes_last():
     trust = [[[0.5] * 3] * 5, [[0.0] * 3] * 5, [[0.4] * 3] * 5]
     successors = Successors()
     successors.rows = {as_tokens("b")[0]: as_tokens("cad")}
-    found = NGrams("abzq", Datastore("q"), trust, successors).predict("ab")
-    mass = 0.25 * 0.4 / 30
+    ngrams = NGrams(as_tokens("abzq"), Datastore("q"), trust, successors)
+    found, mass = as_letters(ngrams.predict(as_tokens("ab"))), 0.25 * 0.4 / 30
     assert found == pytest.approx({"z": 0.75, "c": mass * 24, "a": mass * 4, "d": mass * 2})
 
 
@@ -75,20 +82,21 @@ def part_of(predict, depth=1) -> SimpleNamespace:
 
 def test_the_best_nodes_come_first_and_a_part_is_asked_as_deep_as_it_guesses():
     """A part that says nothing makes no difference."""
-    ngrams, asked = NGrams("abcabdab", Datastore("q"), HALF), []
+    (a, b, c, x), asked = as_tokens("abcx"), []
+    ngrams = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF)
 
     def guess(path):
         asked.append(path)
-        return {"x": 0.9, "c": 0.1}
-    ids, parents, chances = grow_hybrid(ngrams, part_of(guess), POOL, 20, 0.01)
-    pooled = pool_chances({"x": 0.9, "c": 0.1}, ngrams.predict(""), POOL)
-    edges = [as_text([ids[parent], node]) for node, parent in zip(ids, parents)]
-    assert asked == [""] and chances == sorted(chances, reverse=True) and chances[0] == 1
-    assert chances[edges.index("bc")] == pytest.approx(pooled["c"])
-    assert chances[edges.index("ca")] == pytest.approx(pooled["c"] * ngrams.predict("c")["a"])
-    assert grow_hybrid(ngrams, part_of(guess), POOL, 3, 0.01)[0] == ids[:3]
-    found = grow_hybrid(ngrams, part_of(lambda path: {"x": 0.0}), POOL, 20, 0.01)
-    assert found == grow_hybrid(ngrams, None, [], 20, 0.01)
+        return {x: 0.9, c: 0.1}
+    ids, parents, chances = grow_hybrid(b, ngrams, part_of(guess), POOL, 20, 0.01)
+    pooled = pool_chances({x: 0.9, c: 0.1}, ngrams.predict(), POOL)
+    edges = [(ids[parent], node) for node, parent in zip(ids, parents)]
+    assert asked == [()] and chances == sorted(chances, reverse=True) and chances[0] == 1
+    assert chances[edges.index((b, c))] == pytest.approx(pooled[c])
+    assert chances[edges.index((c, a))] == pytest.approx(pooled[c] * ngrams.predict([c])[a])
+    assert grow_hybrid(b, ngrams, part_of(guess), POOL, 3, 0.01)[0] == ids[:3]
+    found = grow_hybrid(b, ngrams, part_of(lambda path: {x: 0.0}), POOL, 20, 0.01)
+    assert found == grow_hybrid(b, ngrams, None, [], 20, 0.01)
 
 
 @pytest.mark.parametrize("recent, price", [([], 0.6 / 2.1), ([(2, 9.0), (4, 1.0)], 0.6 * 6 / 10)])
@@ -102,19 +110,19 @@ def test_a_row_must_bring_what_its_time_is_worth(recent, price):
 # ------------------------------------------------------------------------------ a trained part
 
 @pytest.mark.parametrize("kind", module.GUESSES[1:])
-def test_a_part_reads_all_pairs_that_wait(kind):
+def test_a_part_reads_all_that_waits(kind):
     """The chances are the same if the part is asked after every token, after some, or after a
-    prompt that has most of them. A part that overflows gives none, and one without a pair gives no
-    token."""
+    prompt that has most of them. A part that overflows gives none, and one without a feature gives
+    no token."""
     model, text, found = tiny("llama"), [3, 14, 15, 9, 2, 6, 5, 35, 8], []
     target, weights = random_part(model, kind)
     part = Trained(target, kind, "part")
     target.start(text, taps=part.taps)
     for ends in (range(1, 9), [1, 3, 4, 8], [7, 8]):
-        part.start(Pairs(target.features[:0], []))
+        part.start(target.features[:0], [])
         assert part.predict() == {}
         for first, end in zip([0, *ends], ends):
-            part.add(Pairs(target.features[first:end], text[first + 1:end + 1]))
+            part.add(target.features[first:end], text[first + 1:end + 1])
             if end != 3:
                 chances = part.predict()
         found.append(chances)
@@ -122,15 +130,15 @@ def test_a_part_reads_all_pairs_that_wait(kind):
         assert found[0] == pytest.approx(chances, rel=1e-4) and len(chances) == RANKS
     if kind == "dflash":  # each depth by its own row of the block
         logits = weights.add_markov(part.logits[1], torch.tensor(6))
-        assert max(part.predict("\x07").values()) == pytest.approx(logits.softmax(-1).max().item())
+        assert max(part.predict([6]).values()) == pytest.approx(logits.softmax(-1).max().item())
     # Row i of the part's LM head stands for token vocab[i], here for 60 in the place of 0.
     weights.vocab = weights.vocab.flip(0)
-    part.start(Pairs(target.features[:8], text[1:]))
-    expected = {as_text([60 - as_tokens(x)[0]]): chance for x, chance in found[0].items()}
+    part.start(target.features[:8], text[1:])
+    expected = {60 - token: chance for token, chance in found[0].items()}
     assert part.predict() == pytest.approx(expected, rel=1e-4)
     for p in weights.parameters():
         p.requires_grad_(False).fill_(torch.nan)
-    part.start(Pairs(target.features, text))
+    part.start(target.features, text)
     assert not any(part.predict().values())
 
 
@@ -141,7 +149,7 @@ def test_a_round_is_grown_by_its_price(monkeypatch):
     known, prices, grown = Successors(), [0.3, 0.001, 0.2], []
     monkeypatch.setattr(module, "price_row", lambda clock, recent: prices[len(recent)])
     monkeypatch.setattr(module, "grow_hybrid",
-                        lambda *given: grown.append(given[3:]) or grow_hybrid(*given[:3], 9, 0.01))
+                        lambda *given: grown.append(given[4:]) or grow_hybrid(*given[:4], 9, 0.01))
     chunks = hybrid(target, [3, 1, 4], successors=known, **FILES)
     lengths = [len(next(chunks)) for _ in prices]
     next(hybrid(target, [3, 1, 4], nodes=5, **FILES))

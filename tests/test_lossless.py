@@ -56,7 +56,9 @@ from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from mutants import find_functions, list_files
 from naive import KnowingLM, NaiveLM
+from support.characters import BOUNDARY, as_text
 from support.engine import EngineLM
+from support.layers import make_config
 from support.released import describe_dflash, some_weights
 from support.trees import Acceptance
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
@@ -95,7 +97,7 @@ class Line(NamedTuple):
 def eagle3_layer(model) -> eagle3.Eagle3Layer:
     """Make a layer of random weights, which guesses every second token."""
     guessed = range(0, len(model.get_output_embeddings().weight), 2)
-    return rand(eagle3.Eagle3Layer(model, eagle3.make_config(model), [0, 1, 2], guessed))
+    return rand(eagle3.Eagle3Layer(model, make_config(model), [0, 1, 2], guessed))
 
 
 def block_draft(model) -> dflash.BlockDraft:
@@ -109,7 +111,7 @@ def own_texts(model) -> list[list[int]]:
 
 
 def store_of(texts: list[list[int]]) -> rest.Datastore:
-    return rest.Datastore("".join(rest.as_text(text) + rest.BOUNDARY for text in texts))
+    return rest.Datastore("".join(as_text(text) + BOUNDARY for text in texts))
 
 
 def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
