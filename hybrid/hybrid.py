@@ -52,8 +52,6 @@ Chances are fitted for greedy decoding, and used at every temperature.
 """
 import heapq
 import sys
-import time
-from collections import deque
 from typing import Iterator
 
 from common import Sampler, begin, greedy, walk
@@ -66,7 +64,6 @@ from survey.recycling import Successors
 from survey.rest import DATASTORE, load_datastore
 
 LEAST = 0.01  # the least chance of a node
-RECENT = 64  # the latest rounds, which say how fast tokens become final
 
 
 # ---------------------------------------------------------------------------------- the tree
@@ -121,18 +118,6 @@ def grow_hybrid(root: int, ngrams: NGrams, trained: Trained | None, pool: list[f
     return ids, parents, chances
 
 
-def price_row(clock: Clock, recent: deque) -> float:
-    """Return the final tokens that one more row costs.
-
-    clock    it knows what a row takes, in the call and in the growing of the tree
-    recent   (tokens, seconds) of the latest rounds. If there are none yet, a call of one row, which
-             gives one token, stands for them
-    """
-    (one, row), (_, growing) = clock.calls.line(), clock.steps.line()
-    tokens, seconds = map(sum, zip(*recent)) if recent else (1, one + row)
-    return (row + growing) * tokens / max(seconds, 1e-9)
-
-
 def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes: int = 0,
            adapter: str = "", datastore: str = DATASTORE, trust: str = f"{MODELS}/hybrid.json",
            successors: Successors | None = None, sample: Sampler = greedy,
@@ -165,12 +150,10 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
     ngrams = NGrams(prompt, store, facts["trust"], successors)
     root = prompt[-1]
     clock = target.once(Clock, target, of=hybrid)
-    recent = deque(maxlen=RECENT)
     while True:
-        clock.begin()
-        most = nodes or MOST
-        least = LEAST if nodes else max(LEAST, price_row(clock, recent))
-        ids, parents, chances = grow_hybrid(root, ngrams, trained, pool, most, least)
+        # Guess: add nodes while they pay.
+        least = LEAST if nodes else max(LEAST, clock.price_row())
+        ids, parents, chances = grow_hybrid(root, ngrams, trained, pool, nodes or MOST, least)
         # Verify.
         logits = target.forward(ids, parents)
         path, chunk = walk(ids, parents, sample(logits))
@@ -181,8 +164,8 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
         if trained:
             trained.add(target.features[path], chunk)
         root = chunk[-1]
-        clock.note(1, len(ids))
-        recent.append((len(chunk), time.perf_counter() - clock.began))
+        if not nodes:
+            clock.note(1, len(ids), len(chunk))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "chances": chances[1:]})
         yield chunk

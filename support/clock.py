@@ -86,6 +86,8 @@ class Clock:
             clock.note(1, len(tree))
             yield chunk
 
+    hybrid.py, which adds node after node to a tree, asks `price_row` in place of `choose`.
+
     lm        the model that verifies, whose passes are the calls
     draft     a model whose passes are the steps of the guessing. Those over the prompt are the
               first notes of what a step takes. None: guesses are free before the first note
@@ -99,6 +101,7 @@ class Clock:
         self.lm, self.calls, self.steps = lm, Costs(slope), Costs(slope)
         for rows, _, seconds in draft.passes if draft else ():
             self.steps.note(rows, seconds)
+        self.tokens, self.seconds = 0.0, 0.0  # of the latest rounds
         self.seen = 0  # passes of the model that are noted
         self.due = 0  # the number of passes at which is chosen again
         self.plan = None
@@ -123,6 +126,17 @@ class Clock:
         self.begin()
         return self.plan
 
+    def price_row(self) -> float:
+        """Begin a round, and return the final tokens that one more row of call and guessing costs.
+
+        A row costs what the latest rounds make in its time. Before the first round, a call of one
+        row stands for them, which makes one token.
+        """
+        self.begin()
+        (one, row), (_, guess) = self.calls.line(), self.steps.line()
+        tokens, seconds = (self.tokens, self.seconds) if self.seconds else (1, one + row)
+        return (row + guess) * tokens / max(seconds, 1e-9)
+
     def begin(self) -> None:
         """Start a round, and note the passes over the prompt, if there were any."""
         self.read_passes()
@@ -136,15 +150,18 @@ class Clock:
             self.calls.note(rows, seconds)
         return sum(seconds for _, _, seconds in new)
 
-    def note(self, steps: int, guesses: float) -> None:
+    def note(self, steps: int, guesses: float, tokens: int = 0) -> None:
         """End a round, and add a note of the time that it took beside the model's passes.
 
         steps     of the guessing. They are taken to be alike
         guesses   rows of all steps together
+        tokens    how many tokens became final. Only `price_row` reads them
         """
-        seconds = time.perf_counter() - self.began - self.read_passes()
+        seconds = time.perf_counter() - self.began
+        self.tokens, self.seconds = FADE * self.tokens + tokens, FADE * self.seconds + seconds
+        seconds = max(0.0, seconds - self.read_passes())
         for _ in range(steps):
-            self.steps.note(guesses / steps, max(0.0, seconds) / steps)
+            self.steps.note(guesses / steps, seconds / steps)
 
 
 def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:

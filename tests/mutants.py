@@ -185,7 +185,7 @@ MUTANTS = {
         ("learnt.learn(chain, path)", "learnt.learn(parents, path)",
          "masks count as guesses that were wrong")],
     "hybrid/hybrid.py": [
-        ("return (row + growing) * tokens", "return row * tokens", "growing a tree is free"),
+        ("*path, token)", "token,)", "a node is guessed without the path to it"),
         ("learn(ids, logits)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path])", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
@@ -208,7 +208,8 @@ MUTANTS = {
     "support/clock.py": [
         ("1e-9 + a + b * rows + c * steps", "1e-9 + a + c * steps", "rows of a call are free"),
         ("seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds", "pass",
-         "a busy moment tilts the line")],
+         "a busy moment tilts the line"),
+        ("return (row + guess) * tokens", "return row * tokens", "growing a tree is free")],
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),

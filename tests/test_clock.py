@@ -46,6 +46,18 @@ def test_what_makes_the_most_tokens_a_second_is_chosen(now):
     assert clock.choose(lambda: choices) == "y" == max(rates, key=rates.get)
 
 
+def test_a_row_costs_what_its_time_would_bring(now):
+    """A call takes 2 s and 0.1 s a row, and the guessing 0.5 s a row. At first a call of one row
+    with one token stands for the rounds, of which older ones fade."""
+    clock = Clock(SimpleNamespace(weight=torch.zeros(1), passes=[]))
+    clock.calls.line, clock.steps.line = (lambda: (2.0, 0.1)), (lambda: (7.0, 0.5))
+    assert clock.price_row() == pytest.approx(0.6 / 2.1)
+    for tokens, seconds, price in (2, 9, 0.6 * 2 / 9), (4, 1, 0.6 * (1.96 + 4) / (8.82 + 1)):
+        now[0] += seconds
+        clock.note(1, 5, tokens)
+        assert clock.price_row() == pytest.approx(price)
+
+
 def test_a_choice_is_made_again_when_passes_have_doubled():
     lm, asked = SimpleNamespace(weight=torch.zeros(1), passes=[]), []
     clock = Clock(lm)

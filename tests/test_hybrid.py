@@ -13,6 +13,7 @@ from hybrid.guessers import Trained, pool_chances
 from hybrid.hybrid import grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
 from support.characters import BOUNDARY, as_text, as_tokens
+from support.clock import Clock
 from support.engine import EngineLM
 from support.trees import RANKS
 from survey.recycling import Successors
@@ -99,14 +100,6 @@ def test_the_best_nodes_come_first_and_a_part_is_asked_as_deep_as_it_guesses():
     assert found == grow_hybrid(b, ngrams, None, [], 20, 0.01)
 
 
-@pytest.mark.parametrize("recent, price", [([], 0.6 / 2.1), ([(2, 9.0), (4, 1.0)], 0.6 * 6 / 10)])
-def test_a_row_must_bring_what_its_time_is_worth(recent, price):
-    """A call takes 2 s and 0.1 s for each row, and growing the tree 0.5 s for each row."""
-    clock = SimpleNamespace(calls=SimpleNamespace(line=lambda: (2.0, 0.1)),
-                            steps=SimpleNamespace(line=lambda: (7.0, 0.5)))
-    assert module.price_row(clock, recent) == pytest.approx(price)
-
-
 # ------------------------------------------------------------------------------ a trained part
 
 @pytest.mark.parametrize("kind", module.GUESSES[1:])
@@ -146,12 +139,14 @@ def test_a_round_is_grown_by_its_price(monkeypatch):
     """But no node has a chance below LEAST, and with --nodes there is no price. The target's
     choices after rejected nodes are learnt too."""
     target, _ = random_part(tiny("llama"), "dflash")
-    known, prices, grown = Successors(), [0.3, 0.001, 0.2], []
-    monkeypatch.setattr(module, "price_row", lambda clock, recent: prices[len(recent)])
+    known, prices, grown, noted = Successors(), [0.2, 0.001, 0.3], [], []
+    monkeypatch.setattr(Clock, "price_row", lambda clock: prices.pop())
+    monkeypatch.setattr(Clock, "note", lambda clock, *note: noted.append(note))
     monkeypatch.setattr(module, "grow_hybrid",
                         lambda *given: grown.append(given[4:]) or grow_hybrid(*given[:4], 9, 0.01))
     chunks = hybrid(target, [3, 1, 4], successors=known, **FILES)
-    lengths = [len(next(chunks)) for _ in prices]
+    lengths = [len(next(chunks)) for _ in range(3)]
     next(hybrid(target, [3, 1, 4], nodes=5, **FILES))
     assert grown == [(64, 0.3), (64, 0.01), (64, 0.2), (5, 0.01)]
+    assert [tokens for *_, tokens in noted] == lengths
     assert len(known.rows) > sum(lengths)
