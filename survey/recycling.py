@@ -106,7 +106,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         if nodes:
             planned = best_tree([learnt.rates()] * DEPTH, nodes)
         else:
-            planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH, nodes))
+            planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
