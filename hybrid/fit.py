@@ -17,7 +17,7 @@ from pathlib import Path
 from hybrid.guessers import FLOOR, GUESSES, Trained
 from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
 from support.characters import BOUNDARY, as_text, as_tokens
-from support.engine import EngineLM, MODELS, depth_of, vocab_size
+from support.engine import MODELS, EngineLM, depth_of, vocab_size
 from support.layers import tap_widths
 from support.parts import save_facts, score_with
 from support.released import some_weights

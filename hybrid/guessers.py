@@ -10,7 +10,7 @@ import math
 from typing import Sequence
 
 from common import KVCache
-from support.engine import EngineLM, MODELS, depth_of, require
+from support.engine import MODELS, EngineLM, depth_of, require
 from support.parts import load_facts, logits_of
 from support.released import is_head
 from support.trees import rank_tokens

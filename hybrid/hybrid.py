@@ -59,7 +59,7 @@ from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
 from support.clock import MOST, Clock
-from support.engine import EngineLM, MODELS, require
+from support.engine import MODELS, EngineLM, require
 from survey.recycling import Successors
 from survey.rest import DATASTORE, load_datastore
 

@@ -75,7 +75,7 @@ from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
 from support.clock import Choice, Clock, list_sizes
-from support.engine import EngineLM, MODELS, depth_of
+from support.engine import MODELS, EngineLM, depth_of
 from support.layers import read_taps, tap_widths
 from support.parts import Part, save_trained, score_with
 from support.released import describe_dflash, load_head, read_dflash

@@ -54,7 +54,7 @@ from typing import Iterator
 
 from common import Sampler, attention_mask, begin, eos_ids, greedy
 from speculative import verify_block as verify
-from support.engine import EngineLM, MODELS, depth_of, list_layers, name_of, require_keys
+from support.engine import MODELS, EngineLM, depth_of, list_layers, name_of, require_keys
 from support.layers import share_weights
 from support.parts import load_facts, save_facts
 from training.loop import answer_all

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
 from common import Sampler, greedy
-from support.engine import EngineLM, MODELS, check
+from support.engine import MODELS, EngineLM, check
 from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, read_eagle3

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, greedy
-from support.engine import EngineLM, MODELS, depth_of
+from support.engine import MODELS, EngineLM, depth_of
 from support.layers import make_config, name_norm, split_layers
 from support.parts import Part, load_trained, match_type, save_trained, score_with
 from survey.layerskip import self_speculate

@@ -65,7 +65,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import EngineLM, MODELS, depth_of, list_layers, require, tap_layers
+from support.engine import MODELS, EngineLM, depth_of, list_layers, require, tap_layers
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, logits_of, save_trained

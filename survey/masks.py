@@ -77,7 +77,7 @@ from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_los
 from common import Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, Clock
-from support.engine import EngineLM, MODELS, require, require_keys
+from support.engine import MODELS, EngineLM, require, require_keys
 from support.layers import move_counts
 from support.parts import load_trained, save_trained, score_with
 from support.settings import Pair

@@ -52,7 +52,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
-from support.engine import EngineLM, MODELS, require
+from support.engine import MODELS, EngineLM, require
 from support.parts import Part, fill, head_for, load_trained, logits_of, match_type, save_trained
 from support.released import is_released, read_head
 from support.trees import Acceptance, Node, rank_tokens

@@ -55,7 +55,7 @@ from pathlib import Path
 from typing import Iterator
 
 from common import InputError, Sampler, greedy
-from support.engine import EngineLM, MODELS, depth_of, list_layers, require
+from support.engine import MODELS, EngineLM, depth_of, list_layers, require
 from support.files import check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
 from support.parts import Part, head_for, load_trained, save_trained, score_with
