@@ -98,10 +98,8 @@ def test_a_part_is_replayed_in_rounds():
     def predict(path):
         asked.append(path)
         return {2 + len(asked): 0.05 if len(asked) == 2 else 0.1} if len(asked) != 6 else {}
-
-    def tell(*pairs):
-        told.append(pairs)
-    part = SimpleNamespace(depth=3, start=tell, add=tell, predict=predict)
+    part = SimpleNamespace(depth=3, predict=predict, start=lambda *pairs: told.append(pairs),
+                           add=lambda *pairs: told.append(pairs))
     found = replay_part(part, [1, 2], [3, 4, 5, 6, 7, 8, 9], torch.arange(9.0)[:, None])
     assert asked == [[], [3], [], [5], [5, 6], [], []] and [*found[1].values()] == [0.05]
     assert [tokens for _, tokens in told] == [[2], [3, 4], [5, 6, 7], [8]]

@@ -58,8 +58,7 @@ def test_the_longest_suffix_comes_first_and_of_equals_the_text():
     assert found == [*[(0, {"x": 1})] * 3, (1, {"y": 1}), (0, {"x": 1}), (1, {"y": 1})]
     assert as_letters(ngrams.predict(fgh))["x"] == pytest.approx(1 - 0.2 ** 3)
     assert ngrams.count_followers(STORE, "g") is ngrams.count_followers(STORE, "g")  # kept
-    few = NGrams(as_tokens("a"), Datastore("ab" + BOUNDARY), sure)
-    assert len([*few.list_entries(())]) == 1
+    assert len([*NGrams(as_tokens("a"), Datastore("ab" + BOUNDARY), sure).list_entries(())]) == 1
     found = as_letters(NGrams(as_tokens("pqbxxab"), Datastore("aby"), sure).predict())
     assert found == pytest.approx({"y": 0.8 + 0.2 * 0.2 * 0.8, "x": 0.2 * 0.8})
 
