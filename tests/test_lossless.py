@@ -22,10 +22,9 @@ like. The tests take each line through these columns, on a CPU or, with
     a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
                          (fake_cuda.py), and the real one where there is one
     perfect drafts       are accepted whole: a guess that is right is never lost
+    broken drafts        change no token, even if guesses and features are no finite numbers
     sampled text         by enumeration of every draw and every coin that a method can meet, not by
                          statistics: the probability of every text of three tokens is the target's
-
-Drafts that overflow are in test_broken_drafts.py.
 
 A new method joins by one line. MJSD, MJGD, BiLD and Medusa's typical acceptance are lossy, so only
 their rounds are compared (LOSSY). BiLD and SpecDec are also here with the options that make them
@@ -33,6 +32,7 @@ exact."""
 import copy
 import functools
 import itertools
+import random
 from contextlib import nullcontext, suppress
 from typing import Callable, NamedTuple
 
@@ -48,7 +48,7 @@ import ouroboros
 import speculative
 from cli.graphs import GraphedLM
 from cli.run import kind_for
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, rand, tiny
 from helpers import tokens_of
@@ -260,12 +260,12 @@ def model_of(family: str, device: str = "", context: int = END, **changes):
     return tiny(family, max_position_embeddings=context, **changes).to(device or families.DEVICE)
 
 
-def check_greedy(name: str, model, prompt: list[int], n: int, run_as: type = EngineLM) -> None:
+def check_greedy(line: Line, model, prompt: list[int], n: int, run_as: type = EngineLM,
+                 sample: Sampler = greedy) -> None:
     """Check n greedy tokens against autoregressive ones."""
-    line = METHODS[name](model)
     expected = autoregressive_text(line.text_of or model, tuple(prompt), n)
     target = kind_for(line.method, run_as)(model)
-    assert tokens_of(chunks_of(line, target, prompt, run_as), n) == expected
+    assert tokens_of(chunks_of(line, target, prompt, run_as, sample=sample), n) == expected
 
 
 def list_rows() -> list[tuple[str, str]]:
@@ -298,13 +298,13 @@ def test_greedy_text_is_autoregressive_text(name, family, monkeypatch):
     if family in REFUSED.get(name, []):
         either = family == "gemma2"  # transformers 5.17 lets TriForce replace its attention
         with suppress(InputError) if either else pytest.raises(InputError):
-            check_greedy(name, model, PROMPT, 16)
+            check_greedy(METHODS[name](model), model, PROMPT, 16)
         return
-    check_greedy(name, model, PROMPT, 16)
+    check_greedy(METHODS[name](model), model, PROMPT, 16)
     if family in [*FOUR, "opt"]:
         monkeypatch.setattr(CachedLM, "PART", 16)
-        check_greedy(name, model, [2] * (END - 5), 5)
-        check_greedy(name, model, [5], 4)
+        check_greedy(METHODS[name](model), model, [2] * (END - 5), 5)
+        check_greedy(METHODS[name](model), model, [5], 4)
 
 
 @pytest.mark.parametrize("family", [*ALL, *OTHERS])
@@ -407,7 +407,8 @@ def test_greedy_text_in_passes_of_few_shapes(name):
     """Up to the end of the context: there the passes that are filled up reach furthest beyond.
     TriForce reaches into a pass, and is refused (test_cli.py)."""
     family = "llama" if name in ("early_exit", "layerskip") else "gpt2"
-    check_greedy(name, model_of(family), PROMPT * 10, 10, GraphedLM)
+    model = model_of(family)
+    check_greedy(METHODS[name](model), model, PROMPT * 10, 10, GraphedLM)
 
 
 # ---------------------------------------------------------------------------------- a GPU
@@ -434,10 +435,10 @@ def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
     to call must be an input of a captured graph, since a replay is blind."""
     if not real and families.DEVICE != "cpu":
         pytest.skip("a simulated GPU takes models of the CPU")
-    greedy, sampled = texts_on("cpu", name)
+    likeliest, sampled = texts_on("cpu", name)
     with nullcontext() if real else FakeCuda() as gpu:
         found = texts_on("cuda:0" if real else "cuda", name, run_as)  # so each has its own models
-    assert found[0] == greedy and len(found[1]) == 2
+    assert found[0] == likeliest and len(found[1]) == 2
     if not real:  # a real GPU has other random numbers, and counts nothing
         assert found[1] == sampled
         assert gpu.counts["launches"] > 100 or gpu.counts["replays"] > 4
@@ -468,6 +469,61 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
         target = kind_for(line.method, EngineLM)(model)
         chunks = chunks_of(line, target, PROMPT, sample=sample, **options)
         assert min(len(next(chunks)) for _ in range(6)) >= whole, family
+
+
+# ---------------------------------------------------------------------------------- broken drafts
+
+DRAFTING = [name for name in METHODS if METHODS[name](model_of("llama")).drafts]
+SPOIL = [  # what becomes of the logits [n, V] of a call
+    lambda logits: logits.fill_(torch.nan),
+    lambda logits: logits[::2, 7].fill_(torch.nan),
+    lambda logits: logits[:, 5:9].fill_(torch.inf),
+    lambda logits: logits.fill_(-torch.inf)]
+
+
+def check_broken(line: Line, run_as: type = EngineLM) -> None:
+    for sample in greedy, Sampler(1e-4):  # of the second only the likeliest token has any mass
+        check_greedy(line, model_of("llama"), PROMPT, 8, run_as, sample)
+
+
+@pytest.mark.parametrize("name", ["draft_verify", *DRAFTING])
+def test_a_draft_model_that_overflows(name):
+    """Each of its calls is spoiled in another way."""
+    rng = random.Random(0)
+
+    class Broken(EngineLM):
+        def forward(self, *args, **options):
+            logits = super().forward(*args, **options).clone()
+            if self.model is not model_of("llama"):
+                rng.choice(SPOIL)(logits)
+            return logits
+    check_broken(METHODS[name](model_of("llama")), Broken)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("name", [name for name in DRAFTING if name != "another_tokenizer"])
+def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):
+    """As where tokens were added to a tokenizer and not to the target, which then has 61 rows."""
+    line, target = METHODS[name](model_of("llama")), EngineLM(model_of("llama"), 99)
+    drafts = copy.deepcopy(line.drafts)
+    for draft in drafts:
+        draft.resize_token_embeddings(99)
+    chunks = chunks_of(line._replace(drafts=drafts), target, PROMPT,
+                       lambda x, _: EngineLM(x, 99), sample=Sampler(temperature))
+    found = tokens_of(chunks, 8)
+    assert max(found) < target.vocab and target.vocab == 61
+    assert temperature or found == autoregressive_text(target.model, tuple(PROMPT), 8)
+
+
+@pytest.mark.parametrize("name", [x for x in METHODS if x.startswith(
+    ("eagle", "medusa", "hydra", "dflash", "early_exit", "mtp"))])
+def test_heads_and_layers_whose_weights_overflow(name):
+    line = METHODS[name](model_of("llama"))
+    shared = {p.data_ptr() for p in model_of("llama").parameters()}
+    for p in line.options["trained"].parameters():
+        if p.data_ptr() not in shared:
+            p.data[:1] = torch.inf
+    check_broken(line)
 
 
 # ----------------------------------------------------------------------------------- sampled text
