@@ -257,14 +257,20 @@ REFUSED = [  # a kind, what its head has instead, in its tensors or its configur
     ("eagle3", {"d2t": torch.full((D,), V)}, "must be a head for 1536 tokens")]
 
 
-@pytest.mark.parametrize("name, changes, said", REFUSED, ids=[f"{x[0]}: {x[2]}" for x in REFUSED])
-def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, changes, said):
-    config, tensors = dict(KINDS[name].config), KINDS[name].tensors()
+def check_refused(folder: Path, kind: SimpleNamespace, model, changes: dict, said: str) -> None:
+    """Load a head of a kind with changes in its tensors or its configuration."""
+    config, tensors = dict(kind.config), kind.tensors()
     for key, value in changes.items():
         (config if isinstance(value, (int, dict)) else tensors)[key] = value
     tensors = {key: x for key, x in tensors.items() if x is not None}
-    with pytest.raises(InputError, match=said):
-        KINDS[name].load(write(tmp_path, config, tensors), embedded[0])
+    with pytest.raises(InputError, match=said) as error:
+        kind.load(write(folder, config, tensors), model)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, changes, said", REFUSED, ids=[f"{x[0]}: {x[2]}" for x in REFUSED])
+def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, changes, said):
+    check_refused(tmp_path, KINDS[name], embedded[0], changes, said)
 
 
 def test_heads_of_hydra_are_not_read(embedded):

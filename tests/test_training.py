@@ -15,6 +15,7 @@ from torch.optim import AdamW, adam
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common import InputError, autoregressive
+from fake_cuda import FakeCuda
 from families import FAMILIES, SCALED, tiny
 from helpers import interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
@@ -403,6 +404,23 @@ def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, cap
     argv = [*device, *argv, "--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "8"]
     assert script(file, *argv, "--compare") == 0
     assert "tokens per call" in capfd.readouterr().err
+
+
+MEASURING = ["survey.draft_verify search", "hybrid.hybrid fit"]
+
+
+@pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), *MEASURING])
+def test_a_training_runs_on_the_simulated_gpu(line, tmp_path):
+    """It makes a step, and whatever comes before and after it."""
+    changes = {"steps": 1} if line in TRAININGS else {}
+    with FakeCuda() as gpu:
+        model = make_llama().to("cuda")
+        if line == "hybrid.hybrid fit":
+            store = run("survey.rest build", tmp_path / "store", model, PROMPTS[:2])
+            changes = dict(datastore=store, adapters=tmp_path)
+        gpu.counts.clear()
+        made = run(line, tmp_path, model, PROMPTS[:2], **changes)
+    assert gpu.counts["launches"] > 100 and made.exists()
 
 
 # ------------------------------------------------------------------------------------ the data
