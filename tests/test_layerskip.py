@@ -1,13 +1,11 @@
 """LayerSkip: no layer runs twice for a row, a tuning changes the model that decodes, and the loss
 is the paper's. That the text is the model's own is in test_lossless.py."""
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.run import count_guesses
 from common import autoregressive
 from families import deep
 from helpers import tokens_of
@@ -119,9 +117,3 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
     export(model, WORDLESS, tuning=file, out=tmp_path / "exported")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert torch.equal(again(input_ids=ids).logits, loaded(input_ids=ids).logits)
-
-
-def test_the_report():
-    log = [{"guessed": 7, "accepted": 3, "layers": 20}, {"guessed": 3, "accepted": 0, "layers": 20}]
-    text = count_guesses(SimpleNamespace(log=log, tokens=6, models={}))
-    assert text == "a round: 5.0 guesses, 1.50 accepted; 6.7 layers run a token"

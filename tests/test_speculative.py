@@ -94,3 +94,6 @@ def test_the_report():
     assert "83.3% of 6 tried" in report(cut)
     models["draft 2"] = SimpleNamespace(calls=8, seconds=1.0)
     assert count_guesses(run_of(4, 1, 0)) == "a round: 4.0 guesses, 1.67 accepted; 20 draft calls"
+    log = [{"guessed": 7, "accepted": 3, "layers": 20}, {"guessed": 3, "accepted": 0, "layers": 20}]
+    text = count_guesses(SimpleNamespace(log=log, tokens=6, models={}))
+    assert text == "a round: 5.0 guesses, 1.50 accepted; 6.7 layers run a token"
