@@ -17,14 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli import main as cli_main
 from cli.files import read_prompts
 from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run
 from common import CachedLM, InputError, autoregressive, greedy
-from helpers import ROOT, fork, loaded, main, note_calls, script, tokens_of
+from helpers import ROOT, fork, loaded, main, script, tokens_of
 from speculative import speculative
 from support.engine import EngineLM
 from support.files import PAGE, check_result
@@ -275,8 +274,9 @@ def test_what_a_method_is_given(ask, monkeypatch):
     """A method gets models with the tokenizer's size, since embeddings are often padded beyond it.
     They are packed unless --no-pack is given. With --graphs they run as graphs, and were checked as
     such. Objects that prompts share are made anew for each run, and `eos` is passed on."""
-    seen, checked, packs = [], [], note_calls(monkeypatch, cli_main, "pack")
+    seen, checked, packed = [], [], []
     monkeypatch.setattr("cli.main.check", lambda *checks: checked.append(checks))
+    monkeypatch.setattr("cli.main.pack", lambda model: packed.append(model) or model)
 
     def spying(target, draft, prompt, *, pool=None, eos=None, sample=None, log=None):
         seen.append((pool, eos, *((lm.model, lm.vocab, type(lm)) for lm in (target, draft))))
@@ -286,7 +286,7 @@ def test_what_a_method_is_given(ask, monkeypatch):
         assert checked == []
         assert ask(*TWO, "--max-new-tokens", "1", *more, method=spying,
                    shared={"pool": list})[0] == 0
-        assert len(packs) == 2
+        assert len(packed) == 2
     assert [(model, run_as.func, run_as.keywords) for model, run_as in checked] == [
         (model, GraphedLM, {"waits": False}) for model in (target, draft)]
     assert seen[::2] == [([], {1}, (target, 1536, kind), (draft, 1536, kind))

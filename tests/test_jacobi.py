@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import jacobi as module
 from cllm import cllm
 from cli.trajectory import show_trajectory
 from common import Sampler, greedy, trie, until
@@ -85,8 +84,8 @@ def test_the_window_of_the_survey(sample, monkeypatch):
         following = last + 1 if last < 100 else last + 101
         return F.one_hot(torch.tensor(following % 900), 900).float()
     found, target, log = [], Recorder(after), []
-    monkeypatch.setattr(module.random, "Random", Oranges)
-    monkeypatch.setattr(module.NgramPool, "add", lambda pool, ngrams: found.append(ngrams))
+    monkeypatch.setattr("jacobi.random.Random", Oranges)
+    monkeypatch.setattr(NgramPool, "add", lambda pool, ngrams: found.append(ngrams))
     chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, sample=sample, log=log)
     text = [0, *tokens_of(chunks, 5)]
     assert (text == [0, 1, 2, 3, 4, 5]) == (sample is greedy)

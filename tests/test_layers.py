@@ -14,7 +14,6 @@ from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMAL
 from support.engine import EngineLM, depth_of, list_layers
 from support.layers import pass_on, split_layers, take_layers
 import train as recipe
-from training import loop as training
 from trainings import WORDLESS
 
 DEEP = SHAPE | dict(num_hidden_layers=4)
@@ -84,7 +83,7 @@ def test_a_draft_of_a_model_that_reads_images_is_distilled(make, tmp_path, monke
     """The draft is a model of text. One step at a rate of nearly 0 leaves its layers as they are.
     """
     model, prompts = make("gemma3-with-images"), [[5, 9, 3], [7, 3], [4, 4, 17]]
-    monkeypatch.setattr(training, "collect_answers", lambda *_: prompts)
+    monkeypatch.setattr("training.loop.collect_answers", lambda *_: prompts)
     recipe.distil(model, WORDLESS, prompts, layers=[1, 3], steps=1, lr=1e-9, max_new_tokens=8,
                   out=tmp_path / "out", work=tmp_path)
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()

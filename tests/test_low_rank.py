@@ -4,7 +4,6 @@ import torch
 
 from common import InputError
 from families import deep, tiny
-from training import low_rank as module
 from training.low_rank import add_low_rank, list_changed, prepare_changes, share_weights
 
 
@@ -27,7 +26,7 @@ def test_models_without_linear_layers_are_refused():
 def test_a_tuned_model_shares_the_weights_of_one_that_stays_as_it_is(most, merged, monkeypatch):
     """Changes are nothing at first. Small ones are merged into new matrices in the end, and large
     ones stay branches."""
-    monkeypatch.setattr(module, "MERGED", most)
+    monkeypatch.setattr("training.low_rank.MERGED", most)
     model, ids = deep("llama"), torch.tensor([[3, 14, 15]])
     expected, own = model(input_ids=ids).logits, {p.data_ptr() for p in model.parameters()}
     tuned = share_weights(model)

@@ -7,12 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-import mjsd as module
 from common import CachedLM, InputError, Sampler, greedy
 from fake_models import Recorder, ScriptedLM, drifting
 from families import tiny
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
-from mjsd import beam_search, mjgd, mjsd, perplexity, propose_children
+from mjsd import beam_search, log_probs, mjgd, mjsd, perplexity, propose_children
 
 
 def search(logits_of, context: list[int], depth: int, beams: int, eos) -> list[tuple]:
@@ -138,10 +137,10 @@ def test_a_sampled_chunk_has_the_law_of_algorithm_1(tau, monkeypatch):
     passes is kept, and a sample of p follows. The target never says 2, which is accepted at no τ.
     """
     def choose_children(logits, beams, sample):
-        logp = module.log_probs(logits, sample)
+        logp = log_probs(logits, sample)
         drawn = draw_by_choices(logp, beams, sample)
         return [[(x, row[x].item()) for x in tokens] for tokens, row in zip(drawn, logp)]
-    monkeypatch.setattr(module, "propose_children", choose_children)
+    monkeypatch.setattr("mjsd.propose_children", choose_children)
     p, q = torch.tensor([[[0.4, 0.6, 0], [0.2, 0.8, 0], [0.5, 0.5, 0]],
                          [[0.7, 0.1, 0.2], [0.8, 0.1, 0.1], [0.4, 0.4, 0.2]]])
     found, expected = Counter(), Counter()
