@@ -15,7 +15,7 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 import families  # noqa: E402  (the path is set above)
-from families import FAMILIES, near, tiny  # noqa: E402
+from families import near, tiny  # noqa: E402
 from support.engine import load  # noqa: E402
 
 
@@ -53,11 +53,6 @@ def pytest_runtest_protocol(item):
         except FileExistsError:
             return True
     return None
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return request.param
 
 
 @pytest.fixture

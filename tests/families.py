@@ -1,6 +1,6 @@
 """Tiny random models of every family that the tests run, and drafts for them.
 
-    FAMILIES       the families of all tests: pytest's fixture `family` names each of them once
+    FAMILIES       the families of most tests
     MORE_FAMILIES  families whose attention is peculiar, for what depends on attention
     OTHERS         more families, nearly all with recurrent layers, for the tests of trees and of AR
     SCALED         configurations whose logits are not what the LM head says

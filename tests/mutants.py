@@ -313,12 +313,6 @@ def list_written() -> list[Mutant]:
 
 # ------------------------------------------------------------------------------ tests that guard
 
-def called(node: ast.AST) -> str:
-    """Return the last name of the function that an expression calls, or ""."""
-    function = getattr(node, "func", None)
-    return getattr(function, "id", getattr(function, "attr", ""))
-
-
 @functools.cache
 def list_files(*folders: str) -> list[str]:
     """Return the paths of the Python files of some folders."""
@@ -337,7 +331,8 @@ def find_functions(file: str, keyword: str = "") -> list[str]:
     """Return the functions that the last block of a file gives to `main`: its methods, which are
     the first argument, or those of a keyword, such as "commands"."""
     found = []
-    for call in [x for x in ast.walk(ast.parse(read(file))) if called(x) == "main"]:
+    calls = [x for x in ast.walk(ast.parse(read(file))) if isinstance(x, ast.Call)]
+    for call in [x for x in calls if ast.unparse(x.func) == "main"]:
         given = {x.arg: x.value for x in call.keywords} | {"": call.args[0] if call.args else None}
         found += [x.id for x in getattr(given.get(keyword), "elts", [])]
     return found

@@ -120,9 +120,8 @@ def test_imports_run_one_way(name):
         assert {x.split(".")[0] for x in imported([last])} == {"cli"} | small
 
 
-EXACT = {"speculative": "speculative", "jacobi": "jacobi", "ouroboros": "ouroboros",
-         "bita": "bita", "cllm": "cllm"}  # the first method of each file
-OTHERS = {"lookahead": "jacobi", "prompt_lookup": "jacobi"}  # more exact methods of these files
+EXACT = dict(lookahead="jacobi", prompt_lookup="jacobi")  # the exact methods and their files
+EXACT |= {name: name for name in SIX if name != "mjsd"}
 
 
 def run_as_script(folder, name: str, argv: list[str]) -> None:
@@ -153,7 +152,7 @@ def run_copies(top, text: str) -> int:
         run_as_script(top / name, name, argv_of(name, text))
         common, module = importlib.import_module("common"), importlib.import_module(name)
         assert module.__file__.startswith(str(top)) and common.__file__.startswith(str(top))
-        for method in [x for x, file in (EXACT | OTHERS).items() if file == name]:
+        for method in [x for x, file in EXACT.items() if file == name]:
             function = getattr(module, method)
             kinds = [function.__annotations__.get(x) for x in ("target", "draft")]
             models = [common.load(f"{ROOT}/models/{x}", "cpu") for x in ("target", "draft")]
@@ -192,7 +191,7 @@ def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_pa
     assert process.exitcode == 0, errors
     said = dict(x.split("\n", 1) for x in found.split(MARK)[1:])
     assert {*said} == {*SIX, *(f"{x} by cli" for x in SIX),
-                       *(f"{x} from Python" for x in EXACT | OTHERS)}
+                       *(f"{x} from Python" for x in EXACT)}
     assert {said[x].strip() for x in said if "mjsd" not in x} == {expected}
     assert all(said[x].strip() for x in said)
     assert len(re.findall(r"^12 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)
@@ -234,12 +233,7 @@ def test_common_has_few_ideas():
     source = read("common.py")
     [command_line] = [x for x in ast.parse(source).body if getattr(x, "name", "") == "main"]
     assert code_lines(source) <= 225 and len(source.splitlines()) <= 470
-    assert code_lines(source, command_line) <= 30 and find_header(source) <= 75
-
-
-def find_header(source: str) -> int:
-    """Count the lines of a file's first docstring."""
-    return ast.parse(source).body[0].end_lineno
+    assert code_lines(source, command_line) <= 30 and ast.parse(source).body[0].end_lineno <= 75
 
 
 @pytest.mark.parametrize("name", ["bita", "cllm"])

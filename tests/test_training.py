@@ -23,9 +23,8 @@ from support.files import write_text, write_whole
 from survey.masks import guess_answers
 from training import loop as training
 from support.settings import Settings, use_settings
-from training.loop import (Training, answer_all, collect_answers, compute_in_parts, cosine,
-                           divergence, find_frequent, prepare_training, read_texts,
-                           sample_alike, warm_cosine, warm_linear)
+from training.loop import (Training, answer_all, collect_answers, divergence, find_frequent,
+                           prepare_training, read_texts, sample_alike)
 from trainings import PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
 
@@ -89,10 +88,10 @@ def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, va
 def test_rates():
     """A warm-up takes a twentieth of the steps, and three steps have none."""
     expected = [0.5, *(1 - n / 40 for n in range(1, 40))]
-    assert [warm_linear(n, 40) for n in range(40)] == pytest.approx(expected)
-    expected = [0.5, *(cosine(n, 40) for n in range(1, 40))]
-    assert [warm_cosine(n, 40) for n in range(40)] == pytest.approx(expected)
-    assert warm_linear(0, 3) == warm_cosine(0, 3) == 1
+    assert [training.warm_linear(n, 40) for n in range(40)] == pytest.approx(expected)
+    expected = [0.5, *(training.cosine(n, 40) for n in range(1, 40))]
+    assert [training.warm_cosine(n, 40) for n in range(40)] == pytest.approx(expected)
+    assert training.warm_linear(0, 3) == training.warm_cosine(0, 3) == 1
 
 
 def test_what_is_sampled_depends_on_the_name_the_seed_and_the_step_alone():
@@ -125,7 +124,7 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
     """With 7 logits at once there are two rows in a part, and one in the last."""
     monkeypatch.setattr(training, "LOGITS", 7)
     x, sizes = torch.randn(5, requires_grad=True), []
-    compute_in_parts(lambda x: sizes.append(len(x)) or x.square(), 3, x).sum().backward()
+    training.compute_in_parts(lambda x: sizes.append(len(x)) or x.square(), 3, x).sum().backward()
     assert sizes[:3] == [2, 2, 1] and len(sizes) == 6
     torch.testing.assert_close(x.grad, 2 * x)
 
