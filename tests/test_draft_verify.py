@@ -7,7 +7,7 @@ import torch
 
 from common import InputError
 from families import tiny
-from helpers import note_calls
+from helpers import note_calls, take
 from support.engine import EngineLM
 from support.parts import save_facts
 from survey import draft_verify as module
@@ -70,8 +70,7 @@ def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monke
     monkeypatch.setattr(EngineLM, "forward", forward_by_chances)
     chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, skipped=NOTHING, log=log,
                           adaptive=False)
-    for _ in range(4):
-        next(chunks)
+    take(chunks, 4)
     assert [r["drafted"] for r in log] == [2, 2, 3, 1]
 
 
@@ -95,8 +94,7 @@ def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresho
     monkeypatch.setattr(module, "verify", lambda *_: (next(script), 7))
     chunks = draft_verify(EngineLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
                           skipped=SOME, log=log)
-    for _ in shares:
-        next(chunks)
+    take(chunks, len(shares))
     expected = [x for row in zip(thresholds, shares) for x in row]
     assert [x for row in given for x in row[:2]] == pytest.approx(expected)
     assert {full for *_, full in given} == {guesses == 2}

@@ -11,7 +11,7 @@ from cllm import cllm
 from cli.trajectory import show_trajectory
 from common import Sampler, greedy, trie, until
 from fake_models import Oranges, Recorder, counting, markov, scripted
-from helpers import tokens_of
+from helpers import take, tokens_of
 from jacobi import NgramPool, jacobi, lookahead, prompt_lookup
 
 
@@ -25,7 +25,7 @@ def test_a_block_of_independent_tokens_takes_two_calls(sample):
     def choose(text):
         return 11 if text[-1:] == text[-2:-1] != [11] else len(text) * 7 % 11
     target, log = scripted(choose, 12), []
-    chunks = list(itertools.islice(jacobi(target, [11, 11], n=8, sample=sample, log=log), 4))
+    chunks = take(jacobi(target, [11, 11], n=8, sample=sample, log=log), 4)
     new = log[0]["final"][1]
     assert log[0]["states"][1][new:] == [i * 7 % 11 for i in range(1 + new, 9)]
     if sample is greedy:
@@ -39,10 +39,8 @@ def test_a_block_of_independent_tokens_takes_two_calls(sample):
 
 def test_a_cllm_decodes_by_the_same_loop():
     """Line for line, comments aside: who compares the two files has nothing to compare."""
-    loops = []
-    for method in jacobi, cllm:
-        [function] = ast.parse(inspect.getsource(method)).body
-        loops.append(ast.unparse(function.body[1:]))
+    loops = [ast.unparse(ast.parse(inspect.getsource(method)).body[0].body[1:])
+             for method in (jacobi, cllm)]
     assert loops[0] == loops[1] and "target.forward" in loops[0]
 
 
@@ -108,8 +106,7 @@ def test_prompt_lookup_tries_what_followed_the_last_token(prompt):
     """By a search of the text before each call: the newest G guesses, each of them once."""
     model, log, N, G = markov(3), [], 3, 2
     target = Recorder(lambda tokens: model([0, *tokens]))
-    chunks = list(itertools.islice(
-        prompt_lookup(target, prompt, N=N, G=G, sample=Sampler(0.5), log=log), 30))
+    chunks = take(prompt_lookup(target, prompt, N=N, G=G, sample=Sampler(0.5), log=log), 30)
     text = [*prompt]
     for chunk, (ids, parents), record in zip(chunks, target.trees, log):
         places = [i for i in range(len(text) - N + 1) if text[i] == text[-1]]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from common import autoregressive
 from families import deep
-from helpers import tokens_of
+from helpers import take, tokens_of
 from support.engine import EngineLM
 from support.parts import save_part
 from survey.layerskip import export, layerskip, load_tuned, measure_exit, tuning_loss
@@ -33,8 +33,7 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
         seen.clear()
     calls, rows = target.calls, target.rows
     chunks = layerskip(target, [5] * 140, **how)
-    for _ in range(5):
-        next(chunks)
+    take(chunks, 5)
     prompt = [(0, 128), (1, 128), (0, 11), (1, 11), (2, 128), (3, 128), (2, 11), (3, 11)]
     assert runs == prompt + ([(0, 1), (1, 1)] * 4 + [(2, 4), (3, 4)]) * 5
     assert sum(heads) == 5 * (3 + 4)

@@ -31,7 +31,6 @@ their rounds are compared (LOSSY). BiLD and SpecDec are also here with the optio
 exact."""
 import copy
 import functools
-import itertools
 import random
 from contextlib import nullcontext, suppress
 from typing import Callable, NamedTuple
@@ -51,7 +50,7 @@ from cli.run import kind_for
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, rand, tiny
-from helpers import tokens_of
+from helpers import take, tokens_of
 from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from mutants import find_functions, list_files
@@ -420,7 +419,7 @@ def texts_on(device: str, name: str, run_as=EngineLM) -> list[list[list[int]]]:
     model = model_of("llama", device)
     line = METHODS[name](model)
     kind = kind_for(line.method, run_as)
-    return [[*itertools.islice(chunks_of(line, kind(model), PROMPT, run_as, sample=sample), 2)]
+    return [take(chunks_of(line, kind(model), PROMPT, run_as, sample=sample), 2)
             for sample in (Sampler(0), Sampler(0.7, seed=1))]
 
 

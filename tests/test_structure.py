@@ -190,8 +190,7 @@ def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_pa
     process.join()
     assert process.exitcode == 0, errors
     said = dict(x.split("\n", 1) for x in found.split(MARK)[1:])
-    assert {*said} == {*SIX, *(f"{x} by cli" for x in SIX),
-                       *(f"{x} from Python" for x in EXACT)}
+    assert {*said} == {*SIX, *(f"{x} by cli" for x in SIX), *(f"{x} from Python" for x in EXACT)}
     assert {said[x].strip() for x in said if "mjsd" not in x} == {expected}
     assert all(said[x].strip() for x in said)
     assert len(re.findall(r"^12 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from cli.files import read_prompts
-from helpers import ROOT
+from helpers import ROOT, take
 from support.engine import EngineLM
 from support.trees import RANKS, TRIALS, Acceptance, best_tree
 
@@ -101,8 +101,7 @@ def test_no_call_is_made_to_be_timed(file, name, options, embedded):
     next(chunks)  # files are read, and what they hold is checked
     with target.memo.get("writer", target.model).register_forward_pre_hook(
             lambda *_: passes.append(0)):
-        for _ in range(5):
-            next(chunks)
+        take(chunks, 5)
     assert len(log) == 6 == len(passes) + 1 and target.calls == 6
     assert len(target.passes) == 1 + 6
 
@@ -116,8 +115,7 @@ def test_every_method_learns_from_each_round(file, name, options, embedded, monk
     monkeypatch.setattr(Acceptance, "__init__",
                         lambda self, *_, **__: made.append(self) or begin(self, 0.2))
     target, chunks = start(file, name, options, embedded, log)
-    for _ in range(8):
-        next(chunks)
+    take(chunks, 8)
     [learnt] = made
     first, accepted = Acceptance(0.2), sum(record["accepted"] for record in log)
     assert sum(learnt.hits) == pytest.approx(sum(first.hits) + accepted)
