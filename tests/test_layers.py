@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3MoeConfig,
-                          SiglipVisionConfig, SmolLM3Config)
+from transformers import (Gemma3Config, OPTConfig, Qwen3MoeConfig, SiglipVisionConfig,
+                          SmolLM3Config)
 
 from common import InputError
 from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
@@ -15,8 +15,6 @@ from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMAL
 from support.engine import EngineLM, depth_of, list_layers
 from support.layers import pass_on, split_layers, take_layers
 from training.low_rank import add_low_rank, list_changed, prepare_changes, share_weights
-import train as recipe
-from trainings import WORDLESS
 
 DEEP = SHAPE | dict(num_hidden_layers=4)
 KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -56,21 +54,18 @@ def without_other_layers(model, numbers: list[int]):
 IDS = torch.tensor([[7, 3, 50, 12, 3, 44, 9, 30, 31, 5, 8, 27, 2, 19, 40, 11, 6, 23, 55, 14]])
 
 
-@torch.inference_mode()
-def off_by(small, model) -> float:
-    """How far the logits after 20 tokens, more than any window, are apart."""
-    a, b = (x(input_ids=IDS, use_cache=False).logits for x in (small, model))
-    return ((a - b).abs().mean() / b.abs().mean()).item()
-
-
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES, *SCALED, *MIXED])
 def test_layers_are_those_that_were_asked_for(name, make):
+    """Logits after 20 tokens, more than any window, are compared. A model that reads images gives a
+    model of text."""
     model = make(name)
     assert depth_of(model) == len(list_layers(model)) == 4
     for numbers in [0], [1, 2]:
         oracle, small = without_other_layers(model, numbers), take_layers(model, numbers)
-        assert off_by(small, oracle) < 1e-4, numbers
+        ours, theirs = (x(input_ids=IDS, use_cache=False).logits for x in (small, oracle))
+        assert (ours - theirs).abs().mean() < 1e-4 * theirs.abs().mean(), numbers
         assert len(list_layers(small)) == len(numbers)
+        assert not hasattr(small.config, "vision_config")
 
 
 def test_layers_that_no_configuration_makes_are_refused():
@@ -79,18 +74,6 @@ def test_layers_that_no_configuration_makes_are_refused():
     with pytest.raises(InputError, match=r"layers .1. can be a model, got 'Qwen3MoeForCausalLM': .*"
                                          "Missing key"):
         take_layers(model, [1])
-
-
-def test_a_draft_of_a_model_that_reads_images_is_distilled(make, tmp_path, monkeypatch):
-    """The draft is a model of text. One step at a rate of nearly 0 leaves its layers as they are.
-    """
-    model, prompts = make("gemma3-with-images"), [[5, 9, 3], [7, 3], [4, 4, 17]]
-    monkeypatch.setattr("training.loop.collect_answers", lambda *_: prompts)
-    recipe.distil(model, WORDLESS, prompts, layers=[1, 3], steps=1, lr=1e-9, max_new_tokens=8,
-                  out=tmp_path / "out", work=tmp_path)
-    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
-    assert off_by(draft, without_other_layers(model, [1, 3])) < 0.02  # it was kept in bfloat16
-    assert len(list_layers(draft)) == 2 and not hasattr(draft.config, "vision_config")
 
 
 # ---------------------------------------------------------------------------------------- views

@@ -182,8 +182,6 @@ METHODS = {
     "eagle": lambda model: Line(
         eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model))),
         few=dict(nodes=3)),
-    "eagle, released": lambda model: Line(
-        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model, bias=True)))),
     "eagle3": lambda model: Line(
         eagle3.eagle3, dict(nodes=9, trained=eagle3_layer(model)), few=dict(nodes=3)),
     "mtp": lambda model: Line(
@@ -193,8 +191,6 @@ METHODS = {
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3))),
         few=dict(nodes=3)),
-    "medusa, released": lambda model: Line(
-        medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3, own=True)))),
     "hydra": lambda model: Line(
         medusa.medusa, dict(heads="hydra", nodes=9, trained=rand(medusa.Heads(model, "hydra", 3))),
         few=dict(nodes=3)),
