@@ -22,6 +22,7 @@ like. The tests take each line through these columns, on a CPU or, with
     a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
                          (fake_cuda.py), and the real one where there is one
     perfect drafts       are accepted whole: a guess that is right is never lost
+    planned trees        are learnt from in each round, which is one call of the target
     broken drafts        change no token, even if guesses and features are no finite numbers
     sampled text         by enumeration of every draw and every coin that a method can meet, not by
                          statistics: the probability of every text of three tokens is the target's
@@ -57,7 +58,7 @@ from mutants import find_functions, list_files
 from naive import KnowingLM, NaiveLM
 from support.engine import EngineLM
 from support.released import describe_dflash, some_weights
-from support.trees import Acceptance
+from support.trees import TRIALS, Acceptance
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
                     several_drafts, triforce)
@@ -263,11 +264,14 @@ def check_greedy(line: Line, model, prompt: list[int], n: int, run_as: type = En
     assert tokens_of(chunks_of(line, target, prompt, run_as, sample=sample), n) == expected
 
 
+LINES = {name: line(model_of("llama")) for name, line in METHODS.items()}  # to see, not to run
+
+
 def list_rows() -> list[tuple[str, str]]:
     """List each method with the families that it is run over."""
     rows, reading = [], {module.__name__ for module in READING}
     for name in METHODS:
-        file = METHODS[name](model_of("llama")).method.__module__
+        file = LINES[name].method.__module__
         rows += [(name, family) for family in (ALL if file in reading else FOUR)]
         reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
@@ -407,6 +411,32 @@ def test_greedy_text_in_passes_of_few_shapes(name):
     check_greedy(METHODS[name](model), model, PROMPT * 10, 10, GraphedLM)
 
 
+# ------------------------------------------------------------------------------ planned trees
+
+@pytest.mark.parametrize("name", [*(x for x in LINES if "nodes" in LINES[x].options), "space"])
+def test_trees_are_learnt_from_and_no_call_is_made_to_be_timed(name, monkeypatch):
+    """What was accepted counts as right. A round is one pass of the target, also if the clock
+    chooses the tree, which may have no guess."""
+    model, made = model_of("gpt2", context=120, vocab_size=8, seed=1), []
+    begin = Acceptance.__init__
+    monkeypatch.setattr(Acceptance, "__init__", lambda self, *given: begin(self, *given) or
+                        made.append((self, sum(self.hits))))
+    for more in {}, {"k" if name == "space" else "nodes": 0}:
+        made.clear()
+        line, log, passes = METHODS[name](model), [], []
+        target = kind_for(line.method, EngineLM)(model)
+        chunks = chunks_of(line, target, PROMPT, log=log, **more)
+        next(chunks)  # what files hold is checked
+        writer = target.memo.get("writer", model)
+        with writer.register_forward_pre_hook(lambda *_: passes.append(0)):
+            take(chunks, 8)
+        assert len(log) == target.calls == len(target.passes) - 1 == len(passes) + 1 == 9
+        for learnt, hits in made:
+            assert sum(learnt.hits) == pytest.approx(hits + sum(x["accepted"] for x in log))
+            assert more or learnt.tried[0] > TRIALS
+        assert len(made) == (not name.startswith("hybrid"))
+
+
 # ---------------------------------------------------------------------------------- a GPU
 
 def texts_on(device: str, name: str, run_as=EngineLM) -> list[list[list[int]]]:
@@ -469,7 +499,7 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
 
 # ---------------------------------------------------------------------------------- broken drafts
 
-DRAFTING = [name for name in METHODS if METHODS[name](model_of("llama")).drafts]
+DRAFTING = [name for name, line in LINES.items() if line.drafts]
 SPOIL = [  # what becomes of the logits [n, V] of a call
     lambda logits: logits.fill_(torch.nan),
     lambda logits: logits[::2, 7].fill_(torch.nan),
@@ -524,8 +554,7 @@ def test_heads_and_layers_whose_weights_overflow(name):
 
 # ----------------------------------------------------------------------------------- sampled text
 
-@pytest.mark.parametrize("name", [name for name, line in METHODS.items()
-                                  if line(model_of("llama")).few is not None])
+@pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.few is not None])
 def test_sampled_text_has_the_targets_law(name, monkeypatch):
     """A model of three tokens; rounds until two tokens are final or more. All that follows has the
     target's law if this holds for every beginning, so it is appended by the chain rule. Each text
