@@ -109,7 +109,7 @@ def tiny(family: str, seed: int = 0, **changes):
     changes  fields of the configuration that differ from the family's
 
     A model is made and checked once, and every call gets a copy, which takes less time."""
-    config = (FAMILIES | MORE_FAMILIES | OTHERS)[family]
+    config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED)[family]
     config = type(config).from_dict({**config.to_dict(), **changes})
     key = config.to_json_string(), seed
     if key not in MADE:
@@ -128,7 +128,7 @@ def tiny(family: str, seed: int = 0, **changes):
 def deep(name: str, layers: int = 4, **changes):
     """Make a tiny model of more layers, with windows of the kinds that the family has, turn by
     turn."""
-    if kinds := getattr((FAMILIES | MORE_FAMILIES)[name], "layer_types", None):
+    if kinds := getattr((FAMILIES | MORE_FAMILIES | SCALED)[name], "layer_types", None):
         changes["layer_types"] = [*itertools.islice(itertools.cycle(kinds), layers)]
     return tiny(name, num_hidden_layers=layers, **changes)
 

@@ -16,7 +16,6 @@ from survey.draft_verify import (MOST, draft_verify, load_blocks, measure_agreem
 from trainings import DATA, WORDLESS
 
 PROMPT = [3, 14, 15]
-NOTHING = {"attention": [], "mlp": []}
 SOME = {"attention": [1], "mlp": [0]}
 
 
@@ -68,8 +67,8 @@ def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monke
         others = torch.full_like(logits, (1 - chance) / (logits.shape[1] - 1)).log()
         return others.index_fill(1, torch.tensor([5]), math.log(chance))
     monkeypatch.setattr(EngineLM, "forward", forward_by_chances)
-    chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, skipped=NOTHING, log=log,
-                          adaptive=False)
+    chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, log=log, adaptive=False,
+                          skipped={"attention": [], "mlp": []})
     take(chunks, 4)
     assert [r["drafted"] for r in log] == [2, 2, 3, 1]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fake_models import path_to
-from families import FAMILIES, SCALED, rand, tiny
+from families import rand, tiny
 from helpers import note_calls
 from support.engine import EngineLM
 from support.parts import score_with
@@ -74,7 +74,6 @@ def test_the_loss_by_hand(family, sampled, monkeypatch):
     """Row by row: SmoothL1 of each row that guesses a token of an answer, and the cross-entropy of
     its guess or of a sample of them. Features that are read are noisy, and learnt features are
     not. Only the draft gets gradients."""
-    monkeypatch.setitem(FAMILIES, "gemma2-capped", SCALED["gemma2-capped"])
     monkeypatch.setattr("survey.eagle.SAMPLED", sampled)
     model = tiny(family)
     draft, texts, score = EagleLayer(model), compute_features(model, DATA, None), score_with(model)

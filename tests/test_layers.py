@@ -32,14 +32,6 @@ MIXED = {  # four layers of several kinds
         vision_config=VISION.to_dict(), mm_tokens_per_image=4, **SPECIAL)}
 
 
-@pytest.fixture
-def make(monkeypatch):
-    """make(name): a tiny model of 4 layers."""
-    for name, config in (SCALED | MIXED).items():
-        monkeypatch.setitem(MORE_FAMILIES, name, config)
-    return lambda name: tiny(name) if name in MIXED else deep(name)
-
-
 # ------------------------------------------------------------------------------ a smaller model
 
 def without_other_layers(model, numbers: list[int]):
@@ -55,10 +47,12 @@ IDS = torch.tensor([[7, 3, 50, 12, 3, 44, 9, 30, 31, 5, 8, 27, 2, 19, 40, 11, 6,
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES, *SCALED, *MIXED])
-def test_layers_are_those_that_were_asked_for(name, make):
+def test_layers_are_those_that_were_asked_for(name, monkeypatch):
     """Logits after 20 tokens, more than any window, are compared. A model that reads images gives a
     model of text."""
-    model = make(name)
+    for kind, config in MIXED.items():
+        monkeypatch.setitem(MORE_FAMILIES, kind, config)
+    model = tiny(name) if name in MIXED else deep(name)
     assert depth_of(model) == len(list_layers(model)) == 4
     for numbers in [0], [1, 2]:
         oracle, small = without_other_layers(model, numbers), take_layers(model, numbers)

@@ -449,13 +449,10 @@ def texts_on(device: str, name: str, run_as=EngineLM) -> list[list[list[int]]]:
             for sample in (Sampler(0), Sampler(0.7, seed=1))]
 
 
-CAPTURED = ["speculative", "bita", "eagle", "dflash", "draft_verify"]
-
-
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.cuda)],
                          ids=["simulated", "real"])
-@pytest.mark.parametrize("name, run_as", [*((name, EngineLM) for name in METHODS),
-                                          *((name, GraphedLM) for name in CAPTURED)])
+@pytest.mark.parametrize("name, run_as", [*((name, EngineLM) for name in METHODS), *(
+    (name, GraphedLM) for name in ("speculative", "bita", "eagle", "dflash", "draft_verify"))])
 def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
     """It refuses a mask or an index that was left on the CPU, and so on. All that changes from call
     to call must be an input of a captured graph, since a replay is blind."""

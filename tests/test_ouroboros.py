@@ -9,7 +9,7 @@ import torch
 import jacobi
 import ouroboros as module
 from common import Sampler
-from fake_models import Oranges, Recorder, counting
+from fake_models import Oranges, ScriptedLM, counting
 from helpers import take
 from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
@@ -95,7 +95,7 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     below."""
     monkeypatch.setattr(module.random, "Random", Oranges)
     eye = torch.eye(900)
-    draft = Recorder(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
+    draft = ScriptedLM(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
     known = [(1, 2, 3), (1, 2, 9), (5, 6, 7, 8), (7, 9)]
     pool = pool_of(*known)
     drafter = Drafter(draft, [0], pool, W=5, beta=4, G=2, seed=0)
