@@ -2,7 +2,7 @@
 
     FAMILIES       the families of most tests
     MORE_FAMILIES  families whose attention is peculiar, for what depends on attention
-    OTHERS         more families, nearly all with recurrent layers, for the tests of trees and of AR
+    OTHERS         more families with recurrent layers, for the tests of trees and of AR
     SCALED         configurations whose logits are not what the LM head says
     tiny(family)   a random model of a family, prepared for EngineLM
     near(model)    a copy with noise in its weights, so a draft that is often right
@@ -87,9 +87,7 @@ OTHERS = dict(  # their settings
                         n_mamba_heads=8, mamba_headdim=8, chunk_size=16),
     mamba2=SMALL | dict(hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2,
                         conv_kernel=4, expand=2, chunk_size=16, max_position_embeddings=CONTEXT),
-    **{"modernbert-decoder": SMALL | dict(  # makes its windows of another setting
-        hidden_size=32, intermediate_size=48, local_attention=9, global_attn_every_n_layers=2,
-        max_position_embeddings=CONTEXT)})
+)
 OTHERS = {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
           for name, settings in OTHERS.items()}
 SCALED = {  # whose logits are not what the LM head says

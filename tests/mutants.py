@@ -128,7 +128,7 @@ MUTANTS = {
         ("[..., :width], cache", "[..., :width], KVCache()", "blocks learn without their context"),
         ("ids[x] for x in", "root for x in", "the Markov head always reads the root")],
     "survey/layerskip.py": [
-        ("(early.features)\n", "(hidden[-1])\n", "the last guess has another token's hidden state")],
+        ("(early.features)\n", "(hidden[-1])\n", "the last guess has another's hidden state")],
     "survey/lossy.py": [
         ("(logits[accepted:accepted + 1])", "(logits[-1:])", "the wrong row replaces a guess")],
     "survey/masks.py": [
