@@ -143,7 +143,7 @@ def test_show_colours_all_of_a_chunk_but_its_last_token(ask):
 def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
     """Jacobi decoding has one, which shows each prompt's trajectories and then its text."""
     def said(*argv) -> str:
-        return ask(*argv, "--max-new-tokens", "18", file="jacobi")[1]
+        return ask(*argv, "--max-new-tokens", "9", file="jacobi")[1]
     shown = [said("--prompt", text, "--show", "always") for text in (PROMPT, SHORT)]
     assert shown[0].startswith("  0: ") and shown[0].endswith(said("--prompt", PROMPT))
     both = ["--prompt", PROMPT, "--prompt", SHORT, "--show", "always"]
@@ -168,7 +168,7 @@ def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
 
 
 def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
-    how = ["--temperature", "4", "--max-new-tokens", "12", "--top-k", "50", "--top-p", "0.95"]
+    how = ["--temperature", "4", "--max-new-tokens", "8", "--top-k", "50", "--top-p", "0.95"]
     outs = [ask(*ONE, *how, "--seed", seed)[1] for seed in ("1", "1", "-7", "9" * 30)]
     assert outs[0] == outs[1] and len({*outs}) > 1
     _, out, err = ask(*ONE, *ONE, *how, "--seed", "1", "--compare")
@@ -405,7 +405,8 @@ def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
             part.vocab = part.vocab.roll(shift)
             return part
         monkeypatch.setattr(file, function, shifted)
-        *_, err = ask("--nodes", "8", "--prompt", PROMPT, *heads, file=file.__name__)
+        *_, err = ask("--nodes", "8", "--prompt", PROMPT, "--max-new-tokens", "24", *heads,
+                      file=file.__name__)
         assert ("\nthe head fits this model badly: " in err) == (shift == 1), err
 
 

@@ -137,7 +137,7 @@ def run_as_script(folder, name: str, argv: list[str]) -> None:
 
 
 def argv_of(name: str, text: str) -> list[str]:
-    argv = ["--target", f"{ROOT}/models/target", "--prompt", text, "--max-new-tokens", "12"]
+    argv = ["--target", f"{ROOT}/models/target", "--prompt", text, "--max-new-tokens", "6"]
     if name in ("speculative", "ouroboros", "mjsd"):
         argv += ["--draft", f"{ROOT}/models/draft"]
     return argv + ["--adapter", f"{ROOT}/models/bita.safetensors"] * (name == "bita")
@@ -152,14 +152,14 @@ def run_copies(top, text: str) -> int:
         run_as_script(top / name, name, argv_of(name, text))
         common, module = importlib.import_module("common"), importlib.import_module(name)
         assert module.__file__.startswith(str(top)) and common.__file__.startswith(str(top))
+        names = ["target", "draft"] if name in ("speculative", "ouroboros") else ["target"]
+        models = [common.load(f"{ROOT}/models/{x}", "cpu") for x in names]
+        tokenizer = models[0][1]
         for method in [x for x, file in EXACT.items() if file == name]:
             function = getattr(module, method)
-            kinds = [function.__annotations__.get(x) for x in ("target", "draft")]
-            models = [common.load(f"{ROOT}/models/{x}", "cpu") for x in ("target", "draft")]
-            lms = [kind(model) for kind, (model, _) in zip(kinds, models) if kind]
-            tokenizer = models[0][1]
+            lms = [function.__annotations__[x](lm) for x, (lm, _) in zip(names, models)]
             how = {"adapter": f"{ROOT}/models/bita.safetensors"} if name == "bita" else {}
-            chunks = common.until(function(*lms, tokenizer.encode(text), **how), 12)
+            chunks = common.until(function(*lms, tokenizer.encode(text), **how), 6)
             ids = [token for chunk in chunks for token in chunk]
             print(f"\n{MARK}{method} from Python\n{tokenizer.decode(ids)}", flush=True)
     for name in SIX:
@@ -183,7 +183,7 @@ def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_pa
         (tmp_path / folder).symlink_to(ROOT / folder)
     target, _, tokenizer = embedded
     text = read_prompts(ROOT / "models/examples.jsonl")[0]
-    ids = tokens_of(autoregressive(CachedLM(target), tokenizer.encode(text)), 12)
+    ids = tokens_of(autoregressive(CachedLM(target), tokenizer.encode(text)), 6)
     expected = tokenizer.decode(ids).strip()
     process, _, out, err = fork(run_copies, tmp_path, text)
     found, errors = out.read(), err.read()
@@ -193,7 +193,7 @@ def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_pa
     assert {*said} == {*SIX, *(f"{x} by cli" for x in SIX), *(f"{x} from Python" for x in EXACT)}
     assert {said[x].strip() for x in said if "mjsd" not in x} == {expected}
     assert all(said[x].strip() for x in said)
-    assert len(re.findall(r"^12 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)
+    assert len(re.findall(r"^6 tokens in \d+ calls of the target$", errors, re.M)) == len(SIX)
     assert len(re.findall("target calls", errors)) == len(SIX)
 
 
