@@ -68,8 +68,6 @@ MUTANTS = {
     "jacobi.py": [
         ("chosen[:agreed + 1]", "guesses[:agreed + 1]", "argmaxes become final at a temperature"),
         ("guesses[agreed + 1:]", "y[final + agreed + 1:]", "the other guesses are not recomputed"),
-        ("[other for other in self.newest(first) if other != guess]", "self.newest(first)",
-         "a known n-gram is kept twice"),
         ("append(parent)", "append(0)", "all levels of the window hang below the root"),
         ("text += chunk\n        pool.add(", "text = chunk\n        pool.add(",
          "prompt lookup forgets the text before the chunk")],
@@ -206,8 +204,6 @@ MUTANTS = {
         ("if wanted or given", "if wanted.keys() ^ given.keys()", "tensors of another shape pass"),
         ("() and x.float().isfinite().all()", "()", "a nan passes")],
     "support/released.py": [
-        ("vocab = torch.arange(len(offsets)) + offsets", "vocab = offsets",
-         "offsets of tokens are taken for tokens"),
         ("weights_only=True", "weights_only=False", "a pickled file may run code")],
     "support/layers.py": [
         ("new = share_weights(model)", "new = model", "a view changes the model itself")],

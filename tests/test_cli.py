@@ -3,7 +3,6 @@ commands and interruptions."""
 import contextlib
 import importlib
 import io
-import itertools
 import json
 import re
 import shlex
@@ -23,7 +22,7 @@ from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run
 from common import CachedLM, InputError, autoregressive, greedy
-from helpers import ROOT, fork, loaded, main, script, tokens_of
+from helpers import ROOT, fork, loaded, main, script, take, tokens_of
 from speculative import speculative
 from support.engine import EngineLM
 from support.files import PAGE, check_result
@@ -356,7 +355,6 @@ FIRST = [
 REFUSED = """
 speculative --gam 3
 speculative --max-new-tokens 0
-speculative --temperature -1
 jacobi --temperature 1e-7
 jacobi --temperature nan
 jacobi --top-k -1
@@ -364,7 +362,6 @@ jacobi --top-p 1e-46
 speculative --device cuda:99
 speculative --chat
 speculative --draft a --draft b
-jacobi --method lookahead --W 0
 mjsd --method mjgd --temperature 1
 bita --tree oak
 bita train --data {odd}/pairs --prompts models/examples.jsonl
@@ -517,7 +514,7 @@ def test_commands(ask, tmp_path):
 def stopping(n: int, number: int = signal.SIGINT):
     """Make a method that Ctrl-C or another signal stops after n chunks of a prompt."""
     def stopped(target, prompt, *, gamma: int = 1, sample=None, log=None):
-        yield from itertools.islice(autoregressive(target, prompt), n)
+        yield from take(autoregressive(target, prompt), n)
         signal.raise_signal(number)
         yield from ()
     return stopped

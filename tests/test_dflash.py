@@ -1,6 +1,5 @@
 """A released block draft guesses what its formula says. Packed blocks are what decoding computes,
 the loss is that of the guesses one by one, and the tree has the likeliest of all paths."""
-import itertools
 import random
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common import KVCache
 from fake_models import path_to
 from families import rand, tiny
-from helpers import note_calls, tokens_of
+from helpers import note_calls, take, tokens_of
 from support.engine import EngineLM, depth_of
 from support.parts import score_with
 from survey import dflash as module
@@ -101,8 +100,8 @@ def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
     """The guesses are compared after each round of a text."""
     w, seen = draw_tensors(), note_calls(monkeypatch, module, "grow_block")
     adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
-    for chunk in itertools.islice(dflash(EngineLM(MODEL), text, adapter=adapter, nodes=4), 6):
-        _, z, root, nodes = seen.pop()
+    for chunk in take(dflash(EngineLM(MODEL), text, adapter=adapter, nodes=4), 6):
+        _, z, root, nodes = seen.pop(0)
         torch.testing.assert_close(z, guess_by_formula(w, text), atol=1e-4, rtol=1e-4)
         assert (root, nodes) == (text[-1], 4)
         text = text + chunk

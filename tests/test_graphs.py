@@ -24,10 +24,6 @@ from test_lossless import tuning_of
 PROMPT = [5, 9, 3, 14, 7] * 24
 
 
-def both(model) -> tuple[GraphedLM, EngineLM]:
-    return GraphedLM(model, waits=False), EngineLM(model)
-
-
 # -------------------------------------------------------------------------------- not captured
 
 def test_shapes_are_few():
@@ -58,7 +54,7 @@ def test_an_infinity_reaches_nothing(part, value):
     would make all others nan. These are the nodes beside it in the pass that writes it, then all
     that follows."""
     model = tiny("llama")
-    lms = both(model)
+    lms = GraphedLM(model, waits=False), EngineLM(model)
     for lm in lms:
         lm.start([5, 9, 3])
     with getattr(model.model.layers[0].self_attn, part).register_forward_hook(
@@ -126,10 +122,6 @@ def gpu(request):
         yield
 
 
-def on_gpu(family: str, run_as=GraphedLM, **changes):
-    return check(tiny(family, **changes).to("cuda"), run_as)
-
-
 def check_replayed(method, lms: list[GraphedLM], **options) -> None:
     """Check the text of a method against AR's. When the buffers have grown and all shapes were met,
     each pass is a replay: Python runs no model."""
@@ -145,13 +137,13 @@ def check_replayed(method, lms: list[GraphedLM], **options) -> None:
 
 
 def test_masks_of_two_kinds_are_captured(gpu):
-    model = on_gpu("gemma3")
+    model = check(tiny("gemma3").to("cuda"), GraphedLM)
     check_replayed(speculative, [GraphedLM(model), GraphedLM(near(model, 0.01))])
 
 
 def test_captured_embeddings_and_prefix_rows(gpu):
     """The graphs stay when as many prefix rows are given again, as for every prompt."""
-    model = on_gpu("gpt2")
+    model = check(tiny("gpt2").to("cuda"), GraphedLM)
     lm = kind_for(bita, GraphedLM)(model)
     for _ in range(2):
         check_replayed(bita, [lm], tree="full", k=2, tuning=tuning_of(model, 4, 3))
@@ -161,7 +153,8 @@ def test_captured_embeddings_and_prefix_rows(gpu):
 def test_new_buffers_need_new_captures(gpu):
     """Longer texts take larger buffers and drop what was captured; shorter ones keep both. The next
     replay overwrites what the last one gave, so a pass hands out copies."""
-    lms, captured = both(on_gpu("llama")), []
+    model, captured = check(tiny("llama").to("cuda"), GraphedLM), []
+    lms = GraphedLM(model, waits=False), EngineLM(model)
     for length in 3, 100, 40:
         found = []
         for lm in lms:

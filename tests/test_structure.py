@@ -227,17 +227,13 @@ def code_lines(source: str, node: ast.AST | None = None) -> int:
     return sum(i not in words and row != "" and row[0] != "#" for i, row in numbered)
 
 
-def test_common_has_few_ideas():
+def test_common_has_few_ideas_and_a_file_with_its_training_few_lines():
     """What is read first must be read whole, in one sitting."""
     source = read("common.py")
     [command_line] = [x for x in ast.parse(source).body if getattr(x, "name", "") == "main"]
     assert code_lines(source) <= 225 and len(source.splitlines()) <= 470
+    assert max(code_lines(read(f"{name}.py")) for name in ("bita", "cllm")) <= 240
     assert code_lines(source, command_line) <= 30 and ast.parse(source).body[0].end_lineno <= 75
-
-
-@pytest.mark.parametrize("name", ["bita", "cllm"])
-def test_a_file_with_its_training_has_few_lines(name):
-    assert code_lines(read(f"{name}.py")) <= 240
 
 
 @pytest.mark.parametrize("rooms", LIMITS)
