@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "results")]
@@ -15,7 +14,7 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 
 import families  # noqa: E402  (the path is set above)
-from families import FAMILIES, near, tiny  # noqa: E402
+from families import near, tiny  # noqa: E402
 from support.engine import load  # noqa: E402
 
 
@@ -55,11 +54,6 @@ def pytest_runtest_protocol(item):
     return None
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return request.param
-
-
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
     """Let Python's clock stand still but where a test moves it: now[0] is its time."""
@@ -76,16 +70,6 @@ def embedded():
 
 
 @pytest.fixture(scope="session")
-def small_llama(tmp_path_factory) -> str:
-    """Make a folder of a tiny random model with the embedded target's tokenizer."""
-    folder = str(tmp_path_factory.mktemp("llama"))
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/target")
-    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def models(tmp_path_factory, embedded) -> list[str]:
     """Make random models with the embedded tokenizer, and return the bench's arguments for them."""
     *_, tokenizer = embedded
@@ -96,3 +80,9 @@ def models(tmp_path_factory, embedded) -> list[str]:
         tokenizer.save_pretrained(path / name)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
             str(path), "--device", "cpu", "-n", "1", "--rounds", "1"]
+
+
+@pytest.fixture(scope="session")
+def small_llama(models) -> str:
+    """Return the folder of a tiny random model with the embedded target's tokenizer."""
+    return models[1]

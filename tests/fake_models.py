@@ -17,9 +17,9 @@ These make one, or the logits for one:
                                   as the law of such an output can be enumerated (laws.py)
     drifting(seed)                as markov, by the length too: greedy text does not loop
 
-Variants:
+It keeps the token tree of each call in `trees`, to compare it with one drawn by hand: its ids and
+its parents, which are None for a chain.
 
-    Recorder   keeps the token tree of each call in `trees`, to compare it with one drawn by hand
     Zeros      a sampler whose coins are all 0, the smallest there are, on which anything passes
 
 A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
@@ -38,7 +38,7 @@ class ScriptedLM:
     prompt included."""
 
     def __init__(self, logits_of):
-        self.logits_of, self.tokens, self.parents, self.ids = logits_of, [], [], []
+        self.logits_of, self.tokens, self.parents, self.ids, self.trees = logits_of, [], [], [], []
         self.calls, self.rows, self.passes = 0, 0, []
         self.memo, self.weight = {}, torch.zeros(1)
 
@@ -55,6 +55,7 @@ class ScriptedLM:
 
     def forward(self, ids, parents=None, keep=None):
         start, ids = len(self.parents), torch.as_tensor(ids).tolist()
+        self.trees.append((ids, None if parents is None else [*parents]))
         self.parents += range(start - 1, start + len(ids) - 1) if parents is None else parents
         self.ids, self.calls, self.rows = self.ids + ids, self.calls + 1, self.rows + len(ids)
         self.passes.append((len(ids), len(ids), 0.0))
@@ -75,25 +76,12 @@ class ScriptedLM:
         self.tokens, self.parents, self.ids = self.tokens[:length], [], []
 
 
-class Recorder(ScriptedLM):
-    """Keep the token tree of each call in `trees`, as (ids, parents). For a chain parents are None.
-    """
-
-    def __init__(self, logits_of):
-        super().__init__(logits_of)
-        self.trees = []
-
-    def forward(self, ids, parents=None):
-        self.trees.append((list(ids), None if parents is None else list(parents)))
-        return super().forward(ids, parents)
-
-
-def scripted(following, vocab: int) -> Recorder:
+def scripted(following, vocab: int) -> ScriptedLM:
     """Make a model that puts the token following(text) after a text."""
-    return Recorder(lambda text: F.one_hot(torch.tensor(following(text)), vocab).float())
+    return ScriptedLM(lambda text: F.one_hot(torch.tensor(following(text)), vocab).float())
 
 
-def counting(vocab: int = 20, exceptions: dict = {}) -> Recorder:
+def counting(vocab: int = 20, exceptions: dict = {}) -> ScriptedLM:
     """Make a model that counts, with `exceptions` {token: the token that follows it}."""
     return scripted(lambda text: exceptions.get(text[-1], (text[-1] + 1) % vocab), vocab)
 

@@ -1,6 +1,6 @@
 """Tiny random models of every family that the tests run, and drafts for them.
 
-    FAMILIES       the families of all tests: pytest's fixture `family` names each of them once
+    FAMILIES       the families of most tests
     MORE_FAMILIES  families whose attention is peculiar, for what depends on attention
     OTHERS         more families with recurrent layers, for the tests of trees and of AR
     SCALED         configurations whose logits are not what the LM head says
@@ -20,7 +20,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, Cohere2Config, Coher
                           OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
                           StableLmConfig)
 
-from support.engine import EngineLM, check
+from support.engine import check
 
 DEVICE = "cpu"
 VOCAB, CONTEXT = 61, 160
@@ -100,26 +100,24 @@ MADE = {}  # all models that `tiny` has made, each with torch's random state aft
 
 
 @torch.inference_mode(False)  # the next test that asks for the model may want gradients
-def tiny(family: str, seed: int = 0, run_as=EngineLM, **changes):
+def tiny(family: str, seed: int = 0, **changes):
     """Make a random model of a family, whose weights are large: the output depends on the whole
     context and does not loop at once.
 
-    run_as   the class that `check` checks the model with
     changes  fields of the configuration that differ from the family's
 
     A model is made and checked once, and every call gets a copy, which takes less time."""
-    config = (FAMILIES | MORE_FAMILIES | OTHERS)[family]
+    config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED)[family]
     config = type(config).from_dict({**config.to_dict(), **changes})
-    implementation = changes.get("attn_implementation", config._attn_implementation)
-    key = config.to_json_string(), implementation, seed, run_as
+    key = config.to_json_string(), seed
     if key not in MADE:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():  # some families ignore initializer_range
             for name, p in model.named_parameters():
                 if p.ndim == 2:  # Gemma scales its embeddings up
                     p.normal_(0, 0.1 if family.startswith("gemma") and "embed" in name else 0.3)
-        MADE[key] = check(model, run_as), torch.get_rng_state()
+        MADE[key] = check(model), torch.get_rng_state()
     model, state = MADE[key]
     torch.set_rng_state(state)
     return copy.deepcopy(model)
@@ -128,7 +126,7 @@ def tiny(family: str, seed: int = 0, run_as=EngineLM, **changes):
 def deep(name: str, layers: int = 4, **changes):
     """Make a tiny model of more layers, with windows of the kinds that the family has, turn by
     turn."""
-    if kinds := getattr((FAMILIES | MORE_FAMILIES)[name], "layer_types", None):
+    if kinds := getattr((FAMILIES | MORE_FAMILIES | SCALED)[name], "layer_types", None):
         changes["layer_types"] = [*itertools.islice(itertools.cycle(kinds), layers)]
     return tiny(name, num_hidden_layers=layers, **changes)
 

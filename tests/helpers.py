@@ -30,6 +30,11 @@ def tokens_of(chunks, n: int, eos=()) -> list[int]:
     return [token for chunk in until(chunks, n, eos) for token in chunk]
 
 
+def take(chunks, n: int) -> list[list[int]]:
+    """Take a method's first n chunks."""
+    return [*itertools.islice(chunks, n)]
+
+
 def prefill(lm, ids: list[int]) -> torch.Tensor:
     """Cache all of ids, and return the logits [1, V] after the last."""
     lm.start(ids[:-1])

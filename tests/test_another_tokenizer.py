@@ -34,8 +34,7 @@ def test_what_tokens_stand_for():
     of_bytes = letters("aĠÃ©", eos_token="<end>")
     assert read_bytes(of_bytes, 9) == {0: b"a", 1: b" ", 2: b"\xc3", 3: b"\xa9", 4: "<end>"}
     of_text = sentencepiece(["a", "▁the", "<0xC3>", "é"])
-    assert read_bytes(of_text, 9) == {0: b"a", 1: b" the", 2: b"\xc3", 3: "é".encode(),
-                                      4: "</s>"}
+    assert read_bytes(of_text, 9) == {0: b"a", 1: b" the", 2: b"\xc3", 3: "é".encode(), 4: "</s>"}
     assert read_bytes(of_text, 2) == {0: b"a", 1: b" the"}
 
 

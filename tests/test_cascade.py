@@ -8,7 +8,6 @@ from fake_models import ScriptedLM, markov
 from helpers import tokens_of
 from laws import WARM, Choosing, law, outcomes
 from support.characters import as_text
-from survey import cascade as module
 from survey.cascade import Level, MaxGram, cascade, count_bigrams, review
 
 
@@ -78,6 +77,6 @@ def test_max_gram_asks_bigrams_about_a_token_that_is_new(text, most, guesses):
 
 def test_bigrams_are_the_most_frequent_followers_within_a_text(monkeypatch):
     store = type("Store", (), {"text": as_text([1, 2, 1, 2, 1, 3, -1, 3, 4, -1, 3, -1, 3])})
-    monkeypatch.setattr(module, "load_datastore", lambda *_: store)
+    monkeypatch.setattr("survey.cascade.load_datastore", lambda *_: store)
     expected = {as_text([x]): as_text([y]) for x, y in ((1, 2), (2, 1), (3, 4))}
     assert count_bigrams("x", None) == expected and count_bigrams("", None) == {}

@@ -3,7 +3,6 @@ commands and interruptions."""
 import contextlib
 import importlib
 import io
-import itertools
 import json
 import re
 import shlex
@@ -23,7 +22,7 @@ from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run
 from common import CachedLM, InputError, autoregressive, greedy
-from helpers import ROOT, fork, loaded, main, script, tokens_of
+from helpers import ROOT, fork, loaded, main, script, take, tokens_of
 from speculative import speculative
 from support.engine import EngineLM
 from support.files import PAGE, check_result
@@ -143,7 +142,7 @@ def test_show_colours_all_of_a_chunk_but_its_last_token(ask):
 def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
     """Jacobi decoding has one, which shows each prompt's trajectories and then its text."""
     def said(*argv) -> str:
-        return ask(*argv, "--max-new-tokens", "18", file="jacobi")[1]
+        return ask(*argv, "--max-new-tokens", "9", file="jacobi")[1]
     shown = [said("--prompt", text, "--show", "always") for text in (PROMPT, SHORT)]
     assert shown[0].startswith("  0: ") and shown[0].endswith(said("--prompt", PROMPT))
     both = ["--prompt", PROMPT, "--prompt", SHORT, "--show", "always"]
@@ -168,7 +167,7 @@ def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
 
 
 def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
-    how = ["--temperature", "4", "--max-new-tokens", "12", "--top-k", "50", "--top-p", "0.95"]
+    how = ["--temperature", "4", "--max-new-tokens", "8", "--top-k", "50", "--top-p", "0.95"]
     outs = [ask(*ONE, *how, "--seed", seed)[1] for seed in ("1", "1", "-7", "9" * 30)]
     assert outs[0] == outs[1] and len({*outs}) > 1
     _, out, err = ask(*ONE, *ONE, *how, "--seed", "1", "--compare")
@@ -272,19 +271,21 @@ def test_methods_and_their_options(capsys):
 
 def test_what_a_method_is_given(ask, monkeypatch):
     """A method gets models with the tokenizer's size, since embeddings are often padded beyond it.
-    With --graphs its models run as graphs, and were checked as such. Objects that prompts share are
-    made anew for each run, and `eos` is passed on."""
-    seen, checked = [], []
+    They are packed unless --no-pack is given. With --graphs they run as graphs, and were checked as
+    such. Objects that prompts share are made anew for each run, and `eos` is passed on."""
+    seen, checked, packed = [], [], []
     monkeypatch.setattr("cli.main.check", lambda *checks: checked.append(checks))
+    monkeypatch.setattr("cli.main.pack", lambda model: packed.append(model) or model)
 
     def spying(target, draft, prompt, *, pool=None, eos=None, sample=None, log=None):
         seen.append((pool, eos, *((lm.model, lm.vocab, type(lm)) for lm in (target, draft))))
         yield from saying([[7]])(target, prompt)
     target, draft = (loaded(path, None, None)[0] for path in (TARGET, DRAFT))
-    for graphs in [], ["--graphs"]:
+    for more in [], ["--graphs", "--no-pack"]:
         assert checked == []
-        assert ask(*TWO, "--max-new-tokens", "1", *graphs, method=spying,
+        assert ask(*TWO, "--max-new-tokens", "1", *more, method=spying,
                    shared={"pool": list})[0] == 0
+        assert len(packed) == 2
     assert [(model, run_as.func, run_as.keywords) for model, run_as in checked] == [
         (model, GraphedLM, {"waits": False}) for model in (target, draft)]
     assert seen[::2] == [([], {1}, (target, 1536, kind), (draft, 1536, kind))
@@ -354,7 +355,6 @@ FIRST = [
 REFUSED = """
 speculative --gam 3
 speculative --max-new-tokens 0
-speculative --temperature -1
 jacobi --temperature 1e-7
 jacobi --temperature nan
 jacobi --top-k -1
@@ -362,7 +362,6 @@ jacobi --top-p 1e-46
 speculative --device cuda:99
 speculative --chat
 speculative --draft a --draft b
-jacobi --method lookahead --W 0
 mjsd --method mjgd --temperature 1
 bita --tree oak
 bita train --data {odd}/pairs --prompts models/examples.jsonl
@@ -402,7 +401,8 @@ def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
             part.vocab = part.vocab.roll(shift)
             return part
         monkeypatch.setattr(file, function, shifted)
-        *_, err = ask("--nodes", "8", "--prompt", PROMPT, *heads, file=file.__name__)
+        *_, err = ask("--nodes", "8", "--prompt", PROMPT, "--max-new-tokens", "24", *heads,
+                      file=file.__name__)
         assert ("\nthe head fits this model badly: " in err) == (shift == 1), err
 
 
@@ -513,7 +513,7 @@ def test_commands(ask, tmp_path):
 def stopping(n: int, number: int = signal.SIGINT):
     """Make a method that Ctrl-C or another signal stops after n chunks of a prompt."""
     def stopped(target, prompt, *, gamma: int = 1, sample=None, log=None):
-        yield from itertools.islice(autoregressive(target, prompt), n)
+        yield from take(autoregressive(target, prompt), n)
         signal.raise_signal(number)
         yield from ()
     return stopped

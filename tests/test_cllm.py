@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-import cllm as cllm_file
 from cllm import (augment_states, cllm, collect, draw_states, find_trajectories, losses, profile,
                   profile_of, read_examples, report, train, training_tree)
 from common import CachedLM, InputError, autoregressive
@@ -41,7 +40,7 @@ def test_profile_counts_fast_forwarded_and_stationary_tokens():
 
 def test_profile_counts_what_decoding_reports(monkeypatch, capsys):
     model = tiny("llama")
-    monkeypatch.setattr(cllm_file, "load", lambda *_: (model, None))
+    monkeypatch.setattr("cllm.load", lambda *_: (model, None))
     profile(model, WORDLESS, PROMPTS[:1], after="new", n=8, max_new_tokens=30)
     *_, before, after = capsys.readouterr().out.replace("new", "").splitlines()
     log = []
@@ -204,7 +203,7 @@ def test_w_is_the_weight_of_the_ar_loss(tmp_path, monkeypatch):
     found, one = [], torch.ones((), requires_grad=True)
     monkeypatch.setattr(Training, "updates", lambda self, evaluate: [random.Random(0)])
     monkeypatch.setattr(Training, "check", lambda self, loss: found.append(loss.item()))
-    monkeypatch.setattr(cllm_file, "losses", lambda *given: (2.0 * one, 0.5 * one))
+    monkeypatch.setattr("cllm.losses", lambda *given: (2.0 * one, 0.5 * one))
     data = write(tmp_path / "data", rows_of(tiny("llama")))
     with use_settings(Settings(accumulate=2)):
         train(tiny("llama"), WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0)

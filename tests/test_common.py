@@ -98,7 +98,7 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
     nothing."""
     rng, model = random.Random(1), tiny(name)
     lm = run_as(model)
-    for length in (0, 4, 30) * 2:  # less than a sliding window, and more
+    for length in (30, 0, 4, 30):  # less than a sliding window, and more
         context = rng.choices(range(VOCAB), k=length)
         lm.start(context + [7, 7])
         lm.truncate(length)
@@ -265,29 +265,22 @@ def test_draws_have_their_distribution():
 
 # ------------------------------------------------------------------------------------ decoding
 
-def test_until_cuts_at_eos_and_at_the_limit():
-    def chunks():
-        yield from ([1], [2, 3, 4], [5, 6])
-        raise AssertionError("asked for more than was needed")
-    assert list(until(chunks(), 3)) == [[1], [2, 3]]
-    assert list(until(chunks(), 4)) == [[1], [2, 3, 4]]
-    assert list(until(chunks(), 99, eos=[6])) == [[1], [2, 3, 4], [5, 6]]
-    assert list(until(chunks(), 99, eos=[3, 2])) == [[1], [2]]
-    assert list(until(chunks(), 0)) == []
-
-
-@pytest.mark.parametrize("limit, eos, accepted, cut", [
-    (4, [], [0, 2], False), (3, [], [0, 2], True), (2, [], [0, 1], True), (9, [2], [0, 1], True)])
-def test_what_is_cut_off_counts_as_accepted_no_longer(limit, eos, accepted, cut):
-    """This changes the last record alone, and says that it is cut."""
+@pytest.mark.parametrize("limit, eos, expected, accepted, cut", [
+    (0, [], [], [], []), (4, [], [[1], [2, 3, 4]], [0, 2], [False, False]),
+    (3, [], [[1], [2, 3]], [0, 2], [False, True]), (9, [3, 2], [[1], [2]], [0, 1], [False, True]),
+    (9, [6], [[1], [2, 3, 4], [5, 6]], [0, 2, 1], [False] * 3)])
+def test_text_is_cut_at_eos_and_at_the_limit(limit, eos, expected, accepted, cut):
+    """What is cut off counts as accepted no longer. This changes the last record alone, and says
+    that it is cut."""
     def chunks(log, **_):
-        for chunk in ([1], [2, 3, 4], [5, 6, 7]):
+        for chunk in [1], [2, 3, 4], [5, 6]:
             log.append({"drafted": 2, "accepted": len(chunk) - 1})
             yield chunk
+        raise AssertionError("asked for more than was needed")
     run = Run(chunks, {}, {}, eos)
-    list(run.decode([0], limit, greedy))
+    assert [*run.decode([0], limit, greedy)] == [*until(chunks([]), limit, eos)] == expected
     assert [r["accepted"] for r in run.log] == accepted
-    assert [r.get("cut", False) for r in run.log] == [False] * (len(run.log) - 1) + [cut]
+    assert [r.get("cut", False) for r in run.log] == cut
 
 
 @pytest.mark.parametrize("listed, said, ends", [

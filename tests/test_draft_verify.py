@@ -7,7 +7,7 @@ import torch
 
 from common import InputError
 from families import tiny
-from helpers import note_calls
+from helpers import note_calls, take
 from support.engine import EngineLM
 from support.parts import save_facts
 from survey import draft_verify as module
@@ -16,7 +16,6 @@ from survey.draft_verify import (MOST, draft_verify, load_blocks, measure_agreem
 from trainings import DATA, WORDLESS
 
 PROMPT = [3, 14, 15]
-NOTHING = {"attention": [], "mlp": []}
 SOME = {"attention": [1], "mlp": [0]}
 
 
@@ -68,10 +67,9 @@ def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monke
         others = torch.full_like(logits, (1 - chance) / (logits.shape[1] - 1)).log()
         return others.index_fill(1, torch.tensor([5]), math.log(chance))
     monkeypatch.setattr(EngineLM, "forward", forward_by_chances)
-    chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, skipped=NOTHING, log=log,
-                          adaptive=False)
-    for _ in range(4):
-        next(chunks)
+    chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, log=log, adaptive=False,
+                          skipped={"attention": [], "mlp": []})
+    take(chunks, 4)
     assert [r["drafted"] for r in log] == [2, 2, 3, 1]
 
 
@@ -95,8 +93,7 @@ def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresho
     monkeypatch.setattr(module, "verify", lambda *_: (next(script), 7))
     chunks = draft_verify(EngineLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
                           skipped=SOME, log=log)
-    for _ in shares:
-        next(chunks)
+    take(chunks, len(shares))
     expected = [x for row in zip(thresholds, shares) for x in row]
     assert [x for row in given for x in row[:2]] == pytest.approx(expected)
     assert {full for *_, full in given} == {guesses == 2}
@@ -128,7 +125,7 @@ def test_the_predicted_speed_by_hand():
 
 def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):
     """A call takes 2 s for each attention, 1 s for each MLP and 0.5 s besides. The file is only for
-    this model."""
+    this model, and names no layer that the model lacks."""
     def cost(model):
         kinds = [type(x).__name__ for x in model.modules()]
         return 0.5 + 2 * kinds.count("LlamaAttention") + kinds.count("LlamaMLP")
@@ -137,12 +134,7 @@ def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):
     model = zeroed(nothing)
     search(model, WORDLESS, [p for p, _ in DATA], out=file, max_new_tokens=8)
     assert load_blocks(str(file), model) == nothing
-    with pytest.raises(InputError, match="expected blocks that .* found for this model, got"):
-        load_blocks(str(file), three_layers(seed=1))
-
-
-def test_a_file_with_layers_that_the_model_lacks_is_refused(tmp_path):
-    model, file = three_layers(), tmp_path / "blocks.json"
-    save_facts(file, {"model": model}, attention=[1], mlp=[3])
-    with pytest.raises(InputError, match="expected blocks that .* found for this model, got"):
-        load_blocks(file, model)
+    save_facts(tmp_path / "more", {"model": model}, attention=[1], mlp=[3])  # MLPs are 0, 1 and 2
+    for name, other in ("blocks.json", three_layers(seed=1)), ("more", model):
+        with pytest.raises(InputError, match="expected blocks that .* found for this model, got"):
+            load_blocks(str(tmp_path / name), other)

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from fake_models import path_to
-from families import FAMILIES, SCALED, rand, tiny
+from families import rand, tiny
 from helpers import note_calls
 from support.engine import EngineLM
 from support.parts import score_with
 from support.trees import best_tree
-from survey import eagle as module
-from survey.eagle import LEVELS, EagleLayer, compute_features, eagle, eagle_loss
+from survey.eagle import LEVELS, EagleLayer, compute_features, eagle, eagle_loss, plan_eagle
 from training.texts import evaluate
 from trainings import DATA, run
 
@@ -60,7 +59,7 @@ def test_plans_are_trees_of_each_size_and_depth():
     """The draft's first pass has a row for each token of a chunk, and the others have one for each
     node expanded. A tree expands at most a sixth of its nodes on a level."""
     rates = [0.5, 0.42, 0.05]
-    plans = [*module.plan_eagle(rates)]
+    plans = [*plan_eagle(rates)]
     depths = [node.depth for node in best_tree([rates] * LEVELS, 64)]
     assert len(plans) == sum(depth <= most for depth in depths for most in range(1 + LEVELS))
     assert plans[0] == ((1, []), 1.0, 1, 0, 0)
@@ -75,8 +74,7 @@ def test_the_loss_by_hand(family, sampled, monkeypatch):
     """Row by row: SmoothL1 of each row that guesses a token of an answer, and the cross-entropy of
     its guess or of a sample of them. Features that are read are noisy, and learnt features are
     not. Only the draft gets gradients."""
-    monkeypatch.setitem(FAMILIES, "gemma2-capped", SCALED["gemma2-capped"])
-    monkeypatch.setattr(module, "SAMPLED", sampled)
+    monkeypatch.setattr("survey.eagle.SAMPLED", sampled)
     model = tiny(family)
     draft, texts, score = EagleLayer(model), compute_features(model, DATA, None), score_with(model)
     found = eagle_loss(draft, score, texts, torch.Generator().manual_seed(2))
@@ -114,7 +112,7 @@ def test_what_a_training_reports_by_hand():
 def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):
     """Gemma's embedding is √d times its weights. Values of a gradient are cut as in the paper."""
     model, seen = tiny("gemma3"), []
-    monkeypatch.setattr(module, "fit_part", lambda *given, **how: seen.append((given, how)))
+    monkeypatch.setattr("survey.eagle.fit_part", lambda *given, **how: seen.append((given, how)))
     run("survey.eagle train", tmp_path, model)
     [((draft, _, _, data, *_), how)] = seen
     [(ids, f, _)] = compute_features(model, data[:1], None)

@@ -4,32 +4,23 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from families import deep, rand
 from support.engine import EngineLM
 from support.layers import split_layers
 from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
+from test_released import attend
 from training.texts import Text
 
 PROMPT, E = [3, 1, 4, 1, 5], 2
 
 
 def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
-    """Compute norm_2(x + Attention(norm_1(x))) of x [T, 32]. The attention has 4 heads of queries
-    and 2 of keys, of 8 numbers each. Numbers j and j + 4 of a head are turned together."""
-    T, part = len(x), network.attention
-    y = network.before.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    angle = torch.arange(T)[:, None] * 10000 ** (-torch.arange(4) / 4)
-
-    def turn(heads):
-        a, b = heads[..., :4], heads[..., 4:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-    q, k, v = ((y @ to.weight.T).view(T, -1, 8).transpose(0, 1).repeat_interleave(times, 0)
-               for to, times in ((part.q_proj, 1), (part.k_proj, 2), (part.v_proj, 2)))
-    later = torch.ones(T, T).triu(1).bool()
-    weights = (turn(q) @ turn(k).mT / 8 ** 0.5).masked_fill(later, -torch.inf).softmax(-1)
-    return network.norm(x + (weights @ v).transpose(0, 1).reshape(T, 32) @ part.o_proj.weight.T)
+    """Compute norm_2(x + Attention(norm_1(x))) of x [T, 32]."""
+    read = F.rms_norm(x, (32,), network.before.weight, 1e-6)
+    return network.norm(x + attend(dict(network.named_parameters()), "attention.", read, {}))
 
 
 @pytest.mark.parametrize("threshold, drafts", [(0.0, {3}), (0.25, {1, 2, 3})])

@@ -1,6 +1,7 @@
 """Passes of few shapes over whole buffers (cli/graphs.py): as they are on a CPU, and captured. The
-simulated GPU of fake_cuda.py captures them, and so does CUDA where there is a GPU. Every method
-decodes with them in test_lossless.py."""
+simulated GPU of fake_cuda.py captures them, and so does CUDA where there is a GPU. It refuses what
+CUDA refuses. Every method decodes with them in test_lossless.py."""
+import copy
 import functools
 import gc
 
@@ -14,17 +15,13 @@ from cli.run import kind_for
 from common import InputError, autoregressive
 from fake_cuda import FakeCuda
 from families import near, tiny
-from helpers import tokens_of
-from speculative import speculative
+from helpers import main, tokens_of
+from speculative import report, speculative
 from support.engine import EngineLM, check
 from test_common import CLOSE
 from test_lossless import tuning_of
 
 PROMPT = [5, 9, 3, 14, 7] * 24
-
-
-def both(model) -> tuple[GraphedLM, EngineLM]:
-    return GraphedLM(model, waits=False), EngineLM(model)
 
 
 # -------------------------------------------------------------------------------- not captured
@@ -57,7 +54,7 @@ def test_an_infinity_reaches_nothing(part, value):
     would make all others nan. These are the nodes beside it in the pass that writes it, then all
     that follows."""
     model = tiny("llama")
-    lms = both(model)
+    lms = GraphedLM(model, waits=False), EngineLM(model)
     for lm in lms:
         lm.start([5, 9, 3])
     with getattr(model.model.layers[0].self_attn, part).register_forward_hook(
@@ -69,6 +66,52 @@ def test_an_infinity_reaches_nothing(part, value):
     torch.testing.assert_close(*(lm.forward([2, 6, 1]) for lm in lms), **CLOSE)
 
 
+# -------------------------------------------------------------------------- what CUDA refuses
+
+def on_both() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(3.0), torch.arange(3.0, device="cuda")
+
+
+def in_a_capture(function):
+    return graphs.capture(function, (torch.arange(3.0, device="cuda"),))
+
+
+REFUSED = {
+    "a sum": lambda here, there: here + there,
+    "a table and its index": lambda here, there: here[there.long()],
+    "numbers that are put": lambda here, there: there.index_put_((there.long(),), here),
+    "a layer": lambda here, there: torch.nn.Linear(3, 3)(there),
+    "numpy": lambda here, there: there.numpy(),
+    "the CPU's generator": lambda here, there: there.uniform_(generator=torch.Generator()),
+    "the GPU's generator": lambda here, there: here.uniform_(generator=torch.Generator("cuda")),
+    "an item in a capture": lambda here, there: in_a_capture(lambda x: x * x[0].item()),
+    "a list in a capture": lambda here, there: in_a_capture(lambda x: x * x.new_tensor([2.0])),
+    "a mask in a capture": lambda here, there: in_a_capture(lambda x: x[x > 1]),
+    "a stream": lambda here, there: torch.cuda.current_stream(),
+    "a choice of GPUs": lambda here, there: torch.accelerator.set_device_index(0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cuda_refuses(name):
+    with FakeCuda(), pytest.raises((RuntimeError, TypeError, InputError),
+                                   match="cuda|cpu|capturing"):
+        REFUSED[name](*on_both())
+
+
+def test_what_cuda_takes_and_how_many_launches_that_are():
+    with FakeCuda() as gpu:
+        here, there = on_both()
+        assert there.device == torch.device("cuda:0") and there[1:].is_cuda and not here.is_cuda
+        gpu.counts.clear()
+        assert (there * 2).tolist() == [0, 2, 4]  # a launch
+        assert (there + torch.tensor(1.0)).device.type == "cuda"  # a single number
+        assert there[torch.tensor([2, 0])].device.type == "cuda"  # an index is copied
+        there[1:] = here[1:].cuda()  # copied by `cuda`, and then on the GPU
+        assert gpu.counts == {"launches": 4}
+        assert not there.cpu().is_cuda and copy.deepcopy(there).is_cuda and not there.is_cpu
+
+
 # ------------------------------------------------------------------------------------ captured
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.cuda)])
@@ -77,10 +120,6 @@ def gpu(request):
     simulated = request.param == "simulated"
     with FakeCuda() if simulated else torch.cuda.stream(torch.cuda.current_stream()):
         yield
-
-
-def on_gpu(family: str, run_as=GraphedLM, **changes):
-    return check(tiny(family, **changes).to("cuda"), run_as)
 
 
 def check_replayed(method, lms: list[GraphedLM], **options) -> None:
@@ -98,13 +137,13 @@ def check_replayed(method, lms: list[GraphedLM], **options) -> None:
 
 
 def test_masks_of_two_kinds_are_captured(gpu):
-    model = on_gpu("gemma3")
+    model = check(tiny("gemma3").to("cuda"), GraphedLM)
     check_replayed(speculative, [GraphedLM(model), GraphedLM(near(model, 0.01))])
 
 
 def test_captured_embeddings_and_prefix_rows(gpu):
     """The graphs stay when as many prefix rows are given again, as for every prompt."""
-    model = on_gpu("gpt2")
+    model = check(tiny("gpt2").to("cuda"), GraphedLM)
     lm = kind_for(bita, GraphedLM)(model)
     for _ in range(2):
         check_replayed(bita, [lm], tree="full", k=2, tuning=tuning_of(model, 4, 3))
@@ -114,7 +153,8 @@ def test_captured_embeddings_and_prefix_rows(gpu):
 def test_new_buffers_need_new_captures(gpu):
     """Longer texts take larger buffers and drop what was captured; shorter ones keep both. The next
     replay overwrites what the last one gave, so a pass hands out copies."""
-    lms, captured = both(on_gpu("llama")), []
+    model, captured = check(tiny("llama").to("cuda"), GraphedLM), []
+    lms = GraphedLM(model, waits=False), EngineLM(model)
     for length in 3, 100, 40:
         found = []
         for lm in lms:
@@ -168,3 +208,16 @@ def test_a_pass_that_no_graph_replays_is_refused(spoil, said, gpu):
     with pytest.raises(InputError, match=said) as no:
         check(model, at_once)
     assert "\n" not in str(no.value)
+
+
+# ---------------------------------------------------------------------------- command lines
+
+@pytest.mark.parametrize("how", [["--no-graphs"], []], ids=["eager", "graphs"])
+def test_a_command_line_runs_on_the_simulated_gpu(how, small_llama, capsys):
+    """The GPU is the default where there is one. --compare fails if AR writes another text."""
+    argv = ["--target", small_llama, "--draft", small_llama, "--dtype", "float32", "--compare",
+            "--prompt", "Tom has 3", "--max-new-tokens", "5", *how]
+    with FakeCuda() as gpu:
+        assert main([speculative], report, argv) == 0
+    assert gpu.counts["launches"] > 100 and bool(how) == (gpu.counts["replays"] == 0)
+    assert "cuda" in capsys.readouterr().err

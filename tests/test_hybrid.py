@@ -1,5 +1,5 @@
 """The hybrid's chances are checked by hand, and the rows and passes that pay. That its text is the
-target's is in test_lossless.py, that its chances are honest in test_embedded.py, and the trust in
+target's is in test_lossless.py, that its chances are honest in test_bench.py, and the trust in
 test_fit.py."""
 from collections import Counter
 from types import SimpleNamespace

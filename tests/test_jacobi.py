@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import jacobi as module
 from cllm import cllm
 from cli.trajectory import show_trajectory
 from common import Sampler, greedy, trie, until
-from fake_models import Oranges, Recorder, counting, markov, scripted
-from helpers import tokens_of
+from fake_models import Oranges, ScriptedLM, counting, markov, scripted
+from helpers import take, tokens_of
 from jacobi import NgramPool, jacobi, lookahead, prompt_lookup
 
 
@@ -26,7 +25,7 @@ def test_a_block_of_independent_tokens_takes_two_calls(sample):
     def choose(text):
         return 11 if text[-1:] == text[-2:-1] != [11] else len(text) * 7 % 11
     target, log = scripted(choose, 12), []
-    chunks = list(itertools.islice(jacobi(target, [11, 11], n=8, sample=sample, log=log), 4))
+    chunks = take(jacobi(target, [11, 11], n=8, sample=sample, log=log), 4)
     new = log[0]["final"][1]
     assert log[0]["states"][1][new:] == [i * 7 % 11 for i in range(1 + new, 9)]
     if sample is greedy:
@@ -40,10 +39,8 @@ def test_a_block_of_independent_tokens_takes_two_calls(sample):
 
 def test_a_cllm_decodes_by_the_same_loop():
     """Line for line, comments aside: who compares the two files has nothing to compare."""
-    loops = []
-    for method in jacobi, cllm:
-        [function] = ast.parse(inspect.getsource(method)).body
-        loops.append(ast.unparse(function.body[1:]))
+    loops = [ast.unparse(ast.parse(inspect.getsource(method)).body[0].body[1:])
+             for method in (jacobi, cllm)]
     assert loops[0] == loops[1] and "target.forward" in loops[0]
 
 
@@ -56,7 +53,6 @@ class Words:
         return "".join("a\ncdefgh"[i] for i in ids)
 
 
-EARLIER = [{"states": [[7, 7], [7, 7]], "final": [1, 3]}, {"states": [[7, 7]], "final": [1]}]
 PLAIN = "  0: a [a] [a]\n  1: a \\n  [\\n]\n  2: a \\n  c\n\n  0: c [a]\n  1: c d\n\n\ncd\n"
 WHOLE = PLAIN.partition("\n\n")[0] + "\n\n\nc\n"
 
@@ -66,7 +62,7 @@ def test_the_trajectory(limit, expected, capsys):
     """Each state is shown on a line, in columns, with the text at the end. Wrong tokens are in
     brackets. Nothing is shown of an earlier prompt, whose last block was cut. Of a block that is
     cut here only the final tokens are shown. The command line makes the first chunk itself."""
-    log = [*EARLIER]
+    log = [{"states": [[7, 7], [7, 7]], "final": [1, 3]}, {"states": [[7, 7]], "final": [1]}]
     chunks = until(jacobi(counting(8), [0], n=3, log=log), limit)
     show_trajectory(itertools.chain([next(chunks)], chunks), Words(), False, log)
     assert capsys.readouterr().out == expected
@@ -84,9 +80,9 @@ def test_the_window_of_the_survey(sample, monkeypatch):
         last = tokens[-1]
         following = last + 1 if last < 100 else last + 101
         return F.one_hot(torch.tensor(following % 900), 900).float()
-    found, target, log = [], Recorder(after), []
-    monkeypatch.setattr(module.random, "Random", Oranges)
-    monkeypatch.setattr(module.NgramPool, "add", lambda pool, ngrams: found.append(ngrams))
+    found, target, log = [], ScriptedLM(after), []
+    monkeypatch.setattr("jacobi.random.Random", Oranges)
+    monkeypatch.setattr(NgramPool, "add", lambda pool, ngrams: found.append(ngrams))
     chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, sample=sample, log=log)
     text = [0, *tokens_of(chunks, 5)]
     assert (text == [0, 1, 2, 3, 4, 5]) == (sample is greedy)
@@ -108,9 +104,8 @@ def test_the_window_of_the_survey(sample, monkeypatch):
 def test_prompt_lookup_tries_what_followed_the_last_token(prompt):
     """By a search of the text before each call: the newest G guesses, each of them once."""
     model, log, N, G = markov(3), [], 3, 2
-    target = Recorder(lambda tokens: model([0, *tokens]))
-    chunks = list(itertools.islice(
-        prompt_lookup(target, prompt, N=N, G=G, sample=Sampler(0.5), log=log), 30))
+    target = ScriptedLM(lambda tokens: model([0, *tokens]))
+    chunks = take(prompt_lookup(target, prompt, N=N, G=G, sample=Sampler(0.5), log=log), 30)
     text = [*prompt]
     for chunk, (ids, parents), record in zip(chunks, target.trees, log):
         places = [i for i in range(len(text) - N + 1) if text[i] == text[-1]]

@@ -1,21 +1,20 @@
 """Some layers of a model are used as a smaller model, or as views, which share the model's weights.
 The oracle of the smaller model is the model itself, with its other layers made to pass their input
-on."""
+on. A view may have changes of low rank: nothing at first, W + B A afterwards, and the same when
+they are merged."""
 import copy
 
 import pytest
 import torch
-from transformers import (AutoModelForCausalLM, Gemma3Config, OPTConfig, Qwen3MoeConfig,
-                          SiglipVisionConfig, SmolLM3Config)
+from transformers import (Gemma3Config, OPTConfig, Qwen3MoeConfig, SiglipVisionConfig,
+                          SmolLM3Config)
 
 from common import InputError
 from families import (CONTEXT, FAMILIES, MOE, MORE_FAMILIES, SCALED, SHAPE, SMALL, SPECIAL, WINDOWS,
                       deep, tiny)
 from support.engine import EngineLM, depth_of, list_layers
 from support.layers import pass_on, split_layers, take_layers
-import train as recipe
-from training import loop as training
-from trainings import WORDLESS
+from training.low_rank import add_low_rank, list_changed, prepare_changes, share_weights
 
 DEEP = SHAPE | dict(num_hidden_layers=4)
 KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -33,14 +32,6 @@ MIXED = {  # four layers of several kinds
         vision_config=VISION.to_dict(), mm_tokens_per_image=4, **SPECIAL)}
 
 
-@pytest.fixture
-def make(monkeypatch):
-    """make(name): a tiny model of 4 layers."""
-    for name, config in (SCALED | MIXED).items():
-        monkeypatch.setitem(MORE_FAMILIES, name, config)
-    return lambda name: tiny(name) if name in MIXED else deep(name)
-
-
 # ------------------------------------------------------------------------------ a smaller model
 
 def without_other_layers(model, numbers: list[int]):
@@ -55,21 +46,20 @@ def without_other_layers(model, numbers: list[int]):
 IDS = torch.tensor([[7, 3, 50, 12, 3, 44, 9, 30, 31, 5, 8, 27, 2, 19, 40, 11, 6, 23, 55, 14]])
 
 
-@torch.inference_mode()
-def off_by(small, model) -> float:
-    """How far the logits after 20 tokens, more than any window, are apart."""
-    a, b = (x(input_ids=IDS, use_cache=False).logits for x in (small, model))
-    return ((a - b).abs().mean() / b.abs().mean()).item()
-
-
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES, *SCALED, *MIXED])
-def test_layers_are_those_that_were_asked_for(name, make):
-    model = make(name)
+def test_layers_are_those_that_were_asked_for(name, monkeypatch):
+    """Logits after 20 tokens, more than any window, are compared. A model that reads images gives a
+    model of text."""
+    for kind, config in MIXED.items():
+        monkeypatch.setitem(MORE_FAMILIES, kind, config)
+    model = tiny(name) if name in MIXED else deep(name)
     assert depth_of(model) == len(list_layers(model)) == 4
     for numbers in [0], [1, 2]:
         oracle, small = without_other_layers(model, numbers), take_layers(model, numbers)
-        assert off_by(small, oracle) < 1e-4, numbers
+        ours, theirs = (x(input_ids=IDS, use_cache=False).logits for x in (small, oracle))
+        assert (ours - theirs).abs().mean() < 1e-4 * theirs.abs().mean(), numbers
         assert len(list_layers(small)) == len(numbers)
+        assert not hasattr(small.config, "vision_config")
 
 
 def test_layers_that_no_configuration_makes_are_refused():
@@ -78,18 +68,6 @@ def test_layers_that_no_configuration_makes_are_refused():
     with pytest.raises(InputError, match=r"layers .1. can be a model, got 'Qwen3MoeForCausalLM': .*"
                                          "Missing key"):
         take_layers(model, [1])
-
-
-def test_a_draft_of_a_model_that_reads_images_is_distilled(make, tmp_path, monkeypatch):
-    """The draft is a model of text. One step at a rate of nearly 0 leaves its layers as they are.
-    """
-    model, prompts = make("gemma3-with-images"), [[5, 9, 3], [7, 3], [4, 4, 17]]
-    monkeypatch.setattr(training, "collect_answers", lambda *_: prompts)
-    recipe.distil(model, WORDLESS, prompts, layers=[1, 3], steps=1, lr=1e-9, max_new_tokens=8,
-                  out=tmp_path / "out", work=tmp_path)
-    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
-    assert off_by(draft, without_other_layers(model, [1, 3])) < 0.02  # it was kept in bfloat16
-    assert len(list_layers(draft)) == 2 and not hasattr(draft.config, "vision_config")
 
 
 # ---------------------------------------------------------------------------------------- views
@@ -106,3 +84,43 @@ def test_a_draft_of_a_model_that_reads_images_is_distilled(make, tmp_path, monke
 def test_models_that_cannot_be_split_are_refused(name, E, said):
     with pytest.raises(InputError, match=said):
         split_layers(EngineLM(tiny(name)), E)
+
+
+# ----------------------------------------------------------------------------- changes of low rank
+
+def test_training_keeps_no_matrix_of_the_models_size():
+    """Backward passes of a model of 8B would else keep 14 GB of changed weights."""
+    model, kept = deep("llama", hidden_size=128), []
+    add_low_rank(model.requires_grad_(False), 2)
+    frozen = {p.data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        model(input_ids=torch.tensor([[3, 14, 15]])).logits.sum()
+    assert max(x.numel() for x in kept if x.data_ptr() not in frozen) < 1000
+
+
+def test_models_without_linear_layers_are_refused():
+    with pytest.raises(InputError, match="matrices of type Linear in GPT2LMHeadModel"):
+        add_low_rank(tiny("gpt2"), 2)
+
+
+@pytest.mark.parametrize("most, merged", [(0, False), (2 ** 32, True)])
+def test_a_tuned_model_shares_the_weights_of_one_that_stays_as_it_is(most, merged, monkeypatch):
+    """Changes are nothing at first. Small ones are merged into new matrices in the end, and large
+    ones stay branches."""
+    monkeypatch.setattr("training.low_rank.MERGED", most)
+    model, ids = deep("llama"), torch.tensor([[3, 14, 15]])
+    expected, own = model(input_ids=ids).logits, {p.data_ptr() for p in model.parameters()}
+    tuned = share_weights(model)
+    assert {p.data_ptr() for p in tuned.parameters()} == own
+    changes = add_low_rank(tuned, 2)
+    torch.testing.assert_close(tuned(input_ids=ids).logits, expected)
+    for p in changes.values():
+        p.data = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p)))
+    changed = tuned(input_ids=ids).logits
+    assert prepare_changes(tuned) is tuned and bool(list_changed(tuned)) != merged
+    torch.testing.assert_close(tuned(input_ids=ids).logits, changed, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=0, rtol=0)
+    assert not torch.allclose(changed, expected)
+    shared = sum(p.data_ptr() in own for p in tuned.parameters())
+    assert shared == len(own) - (4 * 7 if merged else 0)
+    assert not any(p.requires_grad for p in tuned.parameters())

@@ -1,16 +1,14 @@
 """LayerSkip: no layer runs twice for a row, a tuning changes the model that decodes, and the loss
 is the paper's. That the text is the model's own is in test_lossless.py."""
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.run import count_guesses
 from common import autoregressive
 from families import deep
-from helpers import tokens_of
+from helpers import take, tokens_of
 from support.engine import EngineLM
 from support.parts import save_part
 from survey.layerskip import export, layerskip, load_tuned, measure_exit, tuning_loss
@@ -35,8 +33,7 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
         seen.clear()
     calls, rows = target.calls, target.rows
     chunks = layerskip(target, [5] * 140, **how)
-    for _ in range(5):
-        next(chunks)
+    take(chunks, 5)
     prompt = [(0, 128), (1, 128), (0, 11), (1, 11), (2, 128), (3, 128), (2, 11), (3, 11)]
     assert runs == prompt + ([(0, 1), (1, 1)] * 4 + [(2, 4), (3, 4)]) * 5
     assert sum(heads) == 5 * (3 + 4)
@@ -119,9 +116,3 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
     export(model, WORDLESS, tuning=file, out=tmp_path / "exported")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert torch.equal(again(input_ids=ids).logits, loaded(input_ids=ids).logits)
-
-
-def test_the_report():
-    log = [{"guessed": 7, "accepted": 3, "layers": 20}, {"guessed": 3, "accepted": 0, "layers": 20}]
-    text = count_guesses(SimpleNamespace(log=log, tokens=6, models={}))
-    assert text == "a round: 5.0 guesses, 1.50 accepted; 6.7 layers run a token"

@@ -1,5 +1,5 @@
 """These tests show which checkpoints can be used, and what is said of others. No code of a
-checkpoint runs, no weight stays random, and no key of a config counts that the model ignores."""
+checkpoint runs, and no weight stays random."""
 import json
 import shutil
 from argparse import Namespace
@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from cli.commands import encode_data, encode_pair
 from cli.loading import encode_prompts, load_checked
-from common import CachedLM, InputError, autoregressive
-from families import FAMILIES, MORE_FAMILIES, SPECIAL, tiny
-from helpers import ROOT, fork, script, tokens_of
-from support.engine import EngineLM, load, vocab_size
+from common import InputError
+from families import tiny
+from helpers import ROOT, fork, script
+from support.engine import load, vocab_size
 
 
 @pytest.fixture
@@ -119,43 +119,6 @@ def test_what_is_wrong_with_a_directory_is_said(folder, damage, said):
     if said[0].isdigit():
         with pytest.raises(InputError, match=said):
             load(str(folder), "cpu", "float32")
-
-
-# ------------------------------------------------------------------------------- its config
-
-@torch.inference_mode()
-@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
-def test_a_window_counts_where_the_family_uses_it(family):
-    """A key of the file may be a stray one. Beyond its window a prepared model computes what its
-    own pass does."""
-    model = tiny(family, sliding_window=9)
-    lm = EngineLM(model)
-    text = torch.randint(5, 60, (28,), generator=torch.Generator().manual_seed(1)).tolist()
-    lm.start(text[:20])
-    expected = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, 20:]
-    assert torch.allclose(lm.forward(text[20:]), expected, atol=1e-3 * expected.abs().max())
-    uses = family in ("qwen2-window", "mistral", "phi3", "gemma2", "gemma3", "gpt-oss", "cohere2")
-    assert (9 in lm.windows.values()) == uses
-
-
-def test_a_window_that_a_config_makes_of_another_setting_counts():
-    """Beyond it the text is that of transformers' own generate."""
-    settings = dict(**SPECIAL, vocab_size=61, hidden_size=32, intermediate_size=48,
-                    num_hidden_layers=3, num_attention_heads=4, local_attention=9,
-                    global_attn_every_n_layers=2)
-    model = make("modernbert-decoder", **settings)
-    expected = model.generate(torch.tensor([[3, 1, 4]]), attention_mask=torch.ones(1, 3).long(),
-                              max_new_tokens=40, do_sample=False, eos_token_id=None)[0, 3:].tolist()
-    assert tokens_of(autoregressive(CachedLM(model), [3, 1, 4]), 40) == expected
-
-
-def make(kind: str, **settings):
-    """Make a random model of any kind, with large weights."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0, 0.3) if p.ndim == 2 else None
-    return model
 
 
 # ----------------------------------------------------------------------------- its tokenizer

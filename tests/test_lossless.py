@@ -22,22 +22,23 @@ like. The tests take each line through these columns, on a CPU or, with
     a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
                          (fake_cuda.py), and the real one where there is one
     perfect drafts       are accepted whole: a guess that is right is never lost
+    planned trees        are learnt from in each round, which is one call of the target
+    broken drafts        change no token, even if guesses and features are no finite numbers
     sampled text         by enumeration of every draw and every coin that a method can meet, not by
                          statistics: the probability of every text of three tokens is the target's
-
-Drafts that overflow are in test_broken_drafts.py.
 
 A new method joins by one line. MJSD, MJGD, BiLD and Medusa's typical acceptance are lossy, so only
 their rounds are compared (LOSSY). BiLD and SpecDec are also here with the options that make them
 exact."""
 import copy
 import functools
-import itertools
+import random
 from contextlib import nullcontext, suppress
 from typing import Callable, NamedTuple
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import bita
 import cllm
@@ -48,10 +49,10 @@ import ouroboros
 import speculative
 from cli.graphs import GraphedLM
 from cli.run import kind_for
-from common import CachedLM, InputError, Sampler, autoregressive
+from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_cuda import FakeCuda
-from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, rand, tiny
-from helpers import tokens_of
+from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, SMALL, rand, tiny
+from helpers import take, tokens_of
 from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from mutants import find_functions, list_files
@@ -60,7 +61,7 @@ from support.characters import BOUNDARY, as_text
 from support.engine import EngineLM
 from support.layers import make_config
 from support.released import describe_dflash, some_weights
-from support.trees import Acceptance
+from support.trees import TRIALS, Acceptance
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
                     several_drafts, triforce)
@@ -185,8 +186,6 @@ METHODS = {
     "eagle": lambda model: Line(
         eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model))),
         few=dict(nodes=3)),
-    "eagle, released": lambda model: Line(
-        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model, bias=True)))),
     "eagle3": lambda model: Line(
         eagle3.eagle3, dict(nodes=9, trained=eagle3_layer(model)), few=dict(nodes=3)),
     "mtp": lambda model: Line(
@@ -196,8 +195,6 @@ METHODS = {
     "medusa": lambda model: Line(
         medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3))),
         few=dict(nodes=3)),
-    "medusa, released": lambda model: Line(
-        medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3, own=True)))),
     "hydra": lambda model: Line(
         medusa.medusa, dict(heads="hydra", nodes=9, trained=rand(medusa.Heads(model, "hydra", 3))),
         few=dict(nodes=3)),
@@ -262,19 +259,22 @@ def model_of(family: str, device: str = "", context: int = END, **changes):
     return tiny(family, max_position_embeddings=context, **changes).to(device or families.DEVICE)
 
 
-def check_greedy(name: str, model, prompt: list[int], n: int, run_as: type = EngineLM) -> None:
+def check_greedy(line: Line, model, prompt: list[int], n: int, run_as: type = EngineLM,
+                 sample: Sampler = greedy) -> None:
     """Check n greedy tokens against autoregressive ones."""
-    line = METHODS[name](model)
     expected = autoregressive_text(line.text_of or model, tuple(prompt), n)
     target = kind_for(line.method, run_as)(model)
-    assert tokens_of(chunks_of(line, target, prompt, run_as), n) == expected
+    assert tokens_of(chunks_of(line, target, prompt, run_as, sample=sample), n) == expected
+
+
+LINES = {name: line(model_of("llama")) for name, line in METHODS.items()}  # to see, not to run
 
 
 def list_rows() -> list[tuple[str, str]]:
     """List each method with the families that it is run over."""
     rows, reading = [], {module.__name__ for module in READING}
     for name in METHODS:
-        file = METHODS[name](model_of("llama")).method.__module__
+        file = LINES[name].method.__module__
         rows += [(name, family) for family in (ALL if file in reading else FOUR)]
         reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
@@ -300,24 +300,37 @@ def test_greedy_text_is_autoregressive_text(name, family, monkeypatch):
     if family in REFUSED.get(name, []):
         either = family == "gemma2"  # transformers 5.17 lets TriForce replace its attention
         with suppress(InputError) if either else pytest.raises(InputError):
-            check_greedy(name, model, PROMPT, 16)
+            check_greedy(METHODS[name](model), model, PROMPT, 16)
         return
-    check_greedy(name, model, PROMPT, 16)
+    check_greedy(METHODS[name](model), model, PROMPT, 16)
     if family in [*FOUR, "opt"]:
         monkeypatch.setattr(CachedLM, "PART", 16)
-        check_greedy(name, model, [2] * (END - 5), 5)
-        check_greedy(name, model, [5], 4)
+        check_greedy(METHODS[name](model), model, [2] * (END - 5), 5)
+        check_greedy(METHODS[name](model), model, [5], 4)
 
 
 @pytest.mark.parametrize("family", [*ALL, *OTHERS])
 def test_autoregressive_text_is_that_of_transformers(family):
-    model = model_of(family)
+    """Also where a window is a stray key of the configuration, which the family does not use."""
+    check_generate(EngineLM(model_of(family, sliding_window=9)), model_of(family))
+
+
+def check_generate(lm: CachedLM, model) -> None:
+    """Compare autoregressive text with what transformers' own generate writes."""
     ids = torch.tensor([PROMPT], device=families.DEVICE)
     # Without a mask `generate` would hide the prompt's tokens that look like padding.
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=END - 3,
                               do_sample=False, eos_token_id=None, pad_token_id=1)[0, 3:].tolist()
-    assert tokens_of(autoregressive(EngineLM(model), PROMPT), END - 3) == expected
-    assert len(set(expected)) > 3
+    assert tokens_of(autoregressive(lm, PROMPT), END - 3) == expected and len({*expected}) > 3
+
+
+def test_a_window_that_a_configuration_makes_of_another_setting_counts():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "modernbert-decoder", **SMALL | dict(num_hidden_layers=3), hidden_size=32,
+        intermediate_size=48, local_attention=9, global_attn_every_n_layers=2)).eval()
+    for p in rand(model.to(families.DEVICE), 0.3).parameters():
+        p.data = p if p.ndim == 2 else torch.ones_like(p)
+    check_generate(CachedLM(model), model)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -409,7 +422,34 @@ def test_greedy_text_in_passes_of_few_shapes(name):
     """Up to the end of the context: there the passes that are filled up reach furthest beyond.
     TriForce reaches into a pass, and is refused (test_cli.py)."""
     family = "llama" if name in ("early_exit", "layerskip") else "gpt2"
-    check_greedy(name, model_of(family), PROMPT * 10, 10, GraphedLM)
+    model = model_of(family)
+    check_greedy(METHODS[name](model), model, PROMPT * 10, 10, GraphedLM)
+
+
+# ------------------------------------------------------------------------------ planned trees
+
+@pytest.mark.parametrize("name", [*(x for x in LINES if "nodes" in LINES[x].options), "space"])
+def test_trees_are_learnt_from_and_no_call_is_made_to_be_timed(name, monkeypatch):
+    """What was accepted counts as right. A round is one pass of the target, also if the clock
+    chooses the tree, which may have no guess."""
+    model, made = model_of("gpt2", context=120, vocab_size=8, seed=1), []
+    begin = Acceptance.__init__
+    monkeypatch.setattr(Acceptance, "__init__", lambda self, *given, **how: begin(
+        self, *given, **how) or made.append((self, sum(self.hits))))
+    for more in {}, {"k" if name == "space" else "nodes": 0}:
+        made.clear()
+        line, log, passes = METHODS[name](model), [], []
+        target = kind_for(line.method, EngineLM)(model)
+        chunks = chunks_of(line, target, PROMPT, log=log, **more)
+        next(chunks)  # what files hold is checked
+        writer = target.memo.get("writer", model)
+        with writer.register_forward_pre_hook(lambda *_: passes.append(0)):
+            take(chunks, 8)
+        assert len(log) == target.calls == len(target.passes) - 1 == len(passes) + 1 == 9
+        if not name.startswith("hybrid"):  # its chances are those of its guessers
+            [(learnt, hits)] = made
+            assert sum(learnt.hits) == pytest.approx(hits + sum(x["accepted"] for x in log))
+            assert more or learnt.tried[0] > TRIALS
 
 
 # ---------------------------------------------------------------------------------- a GPU
@@ -420,26 +460,23 @@ def texts_on(device: str, name: str, run_as=EngineLM) -> list[list[list[int]]]:
     model = model_of("llama", device)
     line = METHODS[name](model)
     kind = kind_for(line.method, run_as)
-    return [[*itertools.islice(chunks_of(line, kind(model), PROMPT, run_as, sample=sample), 2)]
+    return [take(chunks_of(line, kind(model), PROMPT, run_as, sample=sample), 2)
             for sample in (Sampler(0), Sampler(0.7, seed=1))]
-
-
-CAPTURED = ["speculative", "bita", "eagle", "dflash", "draft_verify"]
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.cuda)],
                          ids=["simulated", "real"])
-@pytest.mark.parametrize("name, run_as", [*((name, EngineLM) for name in METHODS),
-                                          *((name, GraphedLM) for name in CAPTURED)])
+@pytest.mark.parametrize("name, run_as", [*((name, EngineLM) for name in METHODS), *(
+    (name, GraphedLM) for name in ("speculative", "bita", "eagle", "dflash", "draft_verify"))])
 def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
     """It refuses a mask or an index that was left on the CPU, and so on. All that changes from call
     to call must be an input of a captured graph, since a replay is blind."""
     if not real and families.DEVICE != "cpu":
         pytest.skip("a simulated GPU takes models of the CPU")
-    greedy, sampled = texts_on("cpu", name)
+    likeliest, sampled = texts_on("cpu", name)
     with nullcontext() if real else FakeCuda() as gpu:
         found = texts_on("cuda:0" if real else "cuda", name, run_as)  # so each has its own models
-    assert found[0] == greedy and len(found[1]) == 2
+    assert found[0] == likeliest and len(found[1]) == 2
     if not real:  # a real GPU has other random numbers, and counts nothing
         assert found[1] == sampled
         assert gpu.counts["launches"] > 100 or gpu.counts["replays"] > 4
@@ -472,10 +509,64 @@ def test_perfect_drafts_are_accepted_whole(name, sample):
         assert min(len(next(chunks)) for _ in range(6)) >= whole, family
 
 
+# ---------------------------------------------------------------------------------- broken drafts
+
+DRAFTING = [name for name, line in LINES.items() if line.drafts]
+SPOIL = [  # what becomes of the logits [n, V] of a call
+    lambda logits: logits.fill_(torch.nan),
+    lambda logits: logits[::2, 7].fill_(torch.nan),
+    lambda logits: logits[:, 5:9].fill_(torch.inf),
+    lambda logits: logits.fill_(-torch.inf)]
+
+
+def check_broken(line: Line, run_as: type = EngineLM) -> None:
+    for sample in greedy, Sampler(1e-4):  # of the second only the likeliest token has any mass
+        check_greedy(line, model_of("llama"), PROMPT, 8, run_as, sample)
+
+
+@pytest.mark.parametrize("name", ["draft_verify", *DRAFTING])
+def test_a_draft_model_that_overflows(name):
+    """Each of its calls is spoiled in another way."""
+    rng = random.Random(0)
+
+    class Broken(EngineLM):
+        def forward(self, *args, **options):
+            logits = super().forward(*args, **options).clone()
+            if self.model is not model_of("llama"):
+                rng.choice(SPOIL)(logits)
+            return logits
+    check_broken(METHODS[name](model_of("llama")), Broken)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("name", [name for name in DRAFTING if name != "another_tokenizer"])
+def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):
+    """As where tokens were added to a tokenizer and not to the target, which then has 61 rows."""
+    line, target = METHODS[name](model_of("llama")), EngineLM(model_of("llama"), 99)
+    drafts = copy.deepcopy(line.drafts)
+    for draft in drafts:
+        draft.resize_token_embeddings(99)
+    chunks = chunks_of(line._replace(drafts=drafts), target, PROMPT,
+                       lambda x, _: EngineLM(x, 99), sample=Sampler(temperature))
+    found = tokens_of(chunks, 8)
+    assert max(found) < target.vocab and target.vocab == 61
+    assert temperature or found == autoregressive_text(target.model, tuple(PROMPT), 8)
+
+
+@pytest.mark.parametrize("name", [x for x in METHODS if x.startswith(
+    ("eagle", "medusa", "hydra", "dflash", "early_exit", "mtp"))])
+def test_heads_and_layers_whose_weights_overflow(name):
+    line = METHODS[name](model_of("llama"))
+    shared = {p.data_ptr() for p in model_of("llama").parameters()}
+    for p in line.options["trained"].parameters():
+        if p.data_ptr() not in shared:
+            p.data[:1] = torch.inf
+    check_broken(line)
+
+
 # ----------------------------------------------------------------------------------- sampled text
 
-@pytest.mark.parametrize("name", [name for name, line in METHODS.items()
-                                  if line(model_of("llama")).few is not None])
+@pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.few is not None])
 def test_sampled_text_has_the_targets_law(name, monkeypatch):
     """A model of three tokens; rounds until two tokens are final or more. All that follows has the
     target's law if this holds for every beginning, so it is appended by the chain rule. Each text
@@ -494,7 +585,8 @@ def test_sampled_text_has_the_targets_law(name, monkeypatch):
         return law(logits_of, Sampler(WARM), [*text], n, V)
 
     def run(choose) -> list[int]:
-        target.memo.clear()  # each text begins with trees of the same forms
+        for key in [key for key in target.memo if key[0] is Acceptance]:
+            del target.memo[key]  # each text begins with trees of the same forms
         chunks = chunks_of(line, target, prompt, run_as, sample=Choosing(choose), **line.few)
         text = []
         while len(text) < 2:

@@ -7,12 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-import mjsd as module
 from common import CachedLM, InputError, Sampler, greedy
-from fake_models import Recorder, ScriptedLM, drifting
+from fake_models import ScriptedLM, drifting
 from families import tiny
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
-from mjsd import beam_search, mjgd, mjsd, perplexity, propose_children
+from mjsd import beam_search, log_probs, mjgd, mjsd, perplexity, propose_children
 
 
 def search(logits_of, context: list[int], depth: int, beams: int, eos) -> list[tuple]:
@@ -30,9 +29,9 @@ def search(logits_of, context: list[int], depth: int, beams: int, eos) -> list[t
     return leaves
 
 
-def tabled(rows: dict, last: bool = True) -> Recorder:
+def tabled(rows: dict, last: bool = True) -> ScriptedLM:
     """The distribution after a text is rows[its last token], or rows[the text]."""
-    return Recorder(lambda text: torch.as_tensor(rows[text[-1] if last else tuple(text)]).log())
+    return ScriptedLM(lambda text: torch.as_tensor(rows[text[-1] if last else tuple(text)]).log())
 
 
 # ----------------------------------------------------------------------------- the beam search
@@ -63,17 +62,6 @@ def test_each_row_has_as_many_children_as_have_a_probability():
         assert all(probs[i, token] > 0 for i, row in enumerate(rows) for token, _ in row)
 
 
-def beams_of(logits_of, unseen, depth, beams, sample, eos) -> dict[tuple, float]:
-    """Return {tokens: log-probability} of the beams that `beam_search` finds after the text 0 and
-    `unseen`."""
-    lm = ScriptedLM(logits_of)
-    lm.start([0])
-    found = beam_search(lm, unseen, depth, beams, sample, eos)
-    for beam in found:  # its nodes hold its tokens, and all have those that have a child
-        assert [lm.ids[node] for node in beam.nodes][len(unseen):] == beam.tokens[:-1]
-    return {tuple(beam.tokens): beam.logps[-1] for beam in found}
-
-
 @pytest.mark.parametrize("eos", [set(), {4}, {1, 3}])
 def test_the_beam_search_is_that_over_whole_sequences(eos):
     """Beams that ended compete with the others and keep their score. A root that is an EOS is
@@ -81,7 +69,12 @@ def test_the_beam_search_is_that_over_whole_sequences(eos):
     lengths = set()
     for seed, beams, depth in itertools.product(range(3), (1, 3, 8), (1, 2, 4)):
         for unseen in ([1], [2, 4], [3, 3, 0]):
-            found = beams_of(drifting(seed), unseen, depth, beams, greedy, eos)
+            lm = ScriptedLM(drifting(seed))
+            lm.start([0])
+            some = beam_search(lm, unseen, depth, beams, greedy, eos)
+            for beam in some:  # its nodes hold its tokens, and all have those that have a child
+                assert [lm.ids[node] for node in beam.nodes][len(unseen):] == beam.tokens[:-1]
+            found = {tuple(beam.tokens): beam.logps[-1] for beam in some}
             expected = dict(search(drifting(seed), [0, *unseen], depth, beams, eos))
             assert [*found] == [*expected] and found == pytest.approx(expected, abs=1e-4)
             lengths.add(tuple(map(len, found)))
@@ -138,10 +131,10 @@ def test_a_sampled_chunk_has_the_law_of_algorithm_1(tau, monkeypatch):
     passes is kept, and a sample of p follows. The target never says 2, which is accepted at no τ.
     """
     def choose_children(logits, beams, sample):
-        logp = module.log_probs(logits, sample)
+        logp = log_probs(logits, sample)
         drawn = draw_by_choices(logp, beams, sample)
         return [[(x, row[x].item()) for x in tokens] for tokens, row in zip(drawn, logp)]
-    monkeypatch.setattr(module, "propose_children", choose_children)
+    monkeypatch.setattr("mjsd.propose_children", choose_children)
     p, q = torch.tensor([[[0.4, 0.6, 0], [0.2, 0.8, 0], [0.5, 0.5, 0]],
                          [[0.7, 0.1, 0.2], [0.8, 0.1, 0.1], [0.4, 0.4, 0.2]]])
     found, expected = Counter(), Counter()

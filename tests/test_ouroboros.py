@@ -9,7 +9,8 @@ import torch
 import jacobi
 import ouroboros as module
 from common import Sampler
-from fake_models import Oranges, Recorder, counting
+from fake_models import Oranges, ScriptedLM, counting
+from helpers import take
 from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
 
 OFF = dict(phrases=False, lengthen=False, verification=False)
@@ -26,10 +27,6 @@ def pool_of(*phrases: tuple[int, ...]) -> PhrasePool:
 def phrases_in(pool: PhrasePool) -> list[tuple[int, ...]]:
     """Return the phrases of a pool, those of a key in their order."""
     return [phrase for some in pool.phrases.values() for phrase in some]
-
-
-def first(chunks, n: int) -> list[list[int]]:
-    return list(itertools.islice(chunks, n))
 
 
 def test_phrases_of_a_rejection():
@@ -79,7 +76,7 @@ def test_prompts_share_a_pool_or_not():
     """The first prompt's window finds phrases that lengthen the second prompt's draft."""
     for shared, chunk in ((True, [4, 5, 6, 7, 8, 9]), (False, [4, 5, 6, 7])):
         options = dict(gamma=3, beta=3, W=4, pool=PhrasePool() if shared else None)
-        first(ouroboros(counting(), counting(), [2, 3], **options), 10)
+        take(ouroboros(counting(), counting(), [2, 3], **options), 10)
         options["phrases"] = False
         assert next(ouroboros(counting(), counting(), [9, 3], **options)) == chunk
 
@@ -98,7 +95,7 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     below."""
     monkeypatch.setattr(module.random, "Random", Oranges)
     eye = torch.eye(900)
-    draft = Recorder(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
+    draft = ScriptedLM(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
     known = [(1, 2, 3), (1, 2, 9), (5, 6, 7, 8), (7, 9)]
     pool = pool_of(*known)
     drafter = Drafter(draft, [0], pool, W=5, beta=4, G=2, seed=0)
@@ -133,7 +130,7 @@ def test_the_pool_finds_the_newest():
 def test_phrases_are_of_the_targets_argmax_also_when_sampling():
     """A target that counts, but is sampled almost evenly."""
     log, options = [], OFF | dict(verification=True, gamma=5, sample=Sampler(1.0, seed=1))
-    first(ouroboros(counting(), counting(), [2, 3], log=log, **options), 20)
+    take(ouroboros(counting(), counting(), [2, 3], log=log, **options), 20)
     found = [phrase for r in log for phrase in r["phrases"]]
     assert len(found) > 20
     assert all((a + 1) % 20 == b for phrase in found for a, b in itertools.pairwise(phrase))

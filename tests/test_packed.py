@@ -3,15 +3,12 @@ as before."""
 import pickle
 from copy import deepcopy
 
-import pytest
 import torch
 from torch.nn import Linear
 
-import cli.main
 from common import CachedLM, autoregressive
 from families import near, tiny
-from helpers import main, note_calls, tokens_of
-from jacobi import prompt_lookup
+from helpers import tokens_of
 from speculative import speculative
 from support import packed
 from support.engine import check
@@ -87,10 +84,3 @@ def test_a_packed_model_decodes_as_before(monkeypatch):
         assert tokens_of(chunks, 40) == expected
     heads = [packed.BLOCKS[model.get_output_embeddings().weight] for model in (ours, view)]
     assert heads[0] is heads[1]
-
-
-@pytest.mark.parametrize("option, times", [("--pack", 1), ("--no-pack", 0)])
-def test_the_command_line_packs_unless_it_is_told_not_to(monkeypatch, option, times):
-    packs = note_calls(monkeypatch, cli.main, "pack")
-    assert main([prompt_lookup], argv=[option, "--prompt", "Hello", "--max-new-tokens", "2"]) == 0
-    assert len(packs) == times

@@ -100,18 +100,15 @@ def problem_of(command: list[str], capsys) -> str:
     return " ".join(row for row in rows if row not in METHODS)
 
 
-@pytest.fixture
-def stop_after_parsing(monkeypatch):
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_can_be_parsed(name, capsys, monkeypatch):
+    """It is stopped then."""
     parse = argparse.ArgumentParser.parse_args
 
     def stop(*given) -> None:
         parse(*given)
         raise SystemExit(0)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_every_command_can_be_parsed(name, capsys, stop_after_parsing):
     for command in commands_of((ROOT / name).read_text()):
         # models/tasks.py takes numbers and names of tasks, no options
         assert "models/tasks.py" in command or problem_of(command, capsys) == "", command

@@ -5,7 +5,7 @@ import torch
 
 from fake_models import counting
 from helpers import tokens_of
-from support.trees import Acceptance, Node
+from support.trees import Node
 from survey.recycling import WIDTH, Successors, recycling
 
 

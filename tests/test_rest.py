@@ -2,7 +2,6 @@
 text is the target's is in test_lossless.py."""
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,12 +78,6 @@ def test_suffixdecoding_by_hand():
     assert guesses(2, text=[6]) == []
     equal = retrieve_by_score([store_of([1, 8]), store_of([1, 9])], as_text([1]), 9, LONGEST, 1)
     assert equal == ([1, 8], [-1, 0])
-
-
-def test_shorter_suffixes_are_looked_up_only_for_more_guesses():
-    asked = []
-    store = SimpleNamespace(find_following=lambda s: asked.append(as_tokens(s)) or [as_text([5])])
-    assert retrieve([store], as_text([1, 2, 3]), 1) == ([3, 5], [-1, 0]) and asked == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("n, counted", [(100, 100), (101, 51), (201, 67)])

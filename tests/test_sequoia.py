@@ -14,7 +14,6 @@ from helpers import note_calls
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
 from support.clock import Choice
 from support.engine import EngineLM
-import survey.sequoia as module
 from survey.sequoia import (draw_children, draw_tree, parents_of, plan_sequoia, sequoia, shape_of,
                             tabulate, verify)
 from test_several_drafts import random_pairs
@@ -138,7 +137,7 @@ def test_draws_are_without_replacement():
     (dict(nodes=8), (8,), (*range(1, 17),)), (dict(depth=2), (2, 4, 8, 16, 32, 64), (2,))])
 def test_the_clock_chooses_what_is_not_given(monkeypatch, options, sizes, depths):
     model, seen = tiny("llama"), []
-    monkeypatch.setattr(module, "plan_sequoia", lambda P, *given: seen.append(
+    monkeypatch.setattr("survey.sequoia.plan_sequoia", lambda P, *given: seen.append(
         given) or [Choice(shape_of(BUSHY), 1.0, 9, 3, 4)])
     next(sequoia(EngineLM(model), EngineLM(model), PROMPT, **options))
     assert seen == [(sizes, depths)]
@@ -148,7 +147,7 @@ def test_trees_are_those_of_their_options_and_of_what_was_learnt(monkeypatch):
     """Also where the same models decode one text after another."""
     model = tiny("llama")
     lms, P = [EngineLM(model), EngineLM(model)], [0.6, 0.3, 0.1]
-    monkeypatch.setattr(module.Acceptance, "rates", lambda self: P)
+    monkeypatch.setattr("survey.sequoia.Acceptance.rates", lambda self: P)
     seen = note_calls(monkeypatch, lms[0], "forward")
     for nodes, depth in 2 * [(4, 1), (6, 3), (6, 1), (4, 3)]:
         next(sequoia(*lms, PROMPT, nodes=nodes, depth=depth))

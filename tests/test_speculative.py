@@ -5,24 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cli.run import count_guesses
 from common import Sampler
 from fake_models import Zeros
-from laws import Choosing, outcomes
+from laws import Choosing, law, outcomes
 from speculative import VERIFICATIONS, report, verify_block, verify_tokens
 
 
 # ------------------------------------------------------------------------------------ the rule
 
-def expand(p_of: torch.Tensor, q_of: torch.Tensor, gamma: int, verify) -> tuple:
-    """Enumerate a round: all drafts, coins and replacements. Token x is followed by the
-    distributions of row 1 + x; row 0 is for the first token.
+def expand(logits: torch.Tensor, sample: Sampler, gamma: int, verify) -> tuple:
+    """Enumerate a round: all drafts, coins and replacements. Token x is followed by row 1 + x of
+    the target's logits and of the draft's [2, 1 + V, V]; row 0 is for the first token.
 
-    returns  the law [V, …] of the gamma + 1 tokens that begin with the round's chunk, and the
+    returns  the law [V ** (gamma + 1)] of the tokens that begin with the round's chunk, and the
              number of guesses to be expected of the round
     """
+    (p_of, q_of), V = sample.probs(logits).double(), logits.shape[-1]
+
     def round_of(choose):
         guesses, rows = [], [0]
         for _ in range(gamma):
@@ -30,21 +31,18 @@ def expand(p_of: torch.Tensor, q_of: torch.Tensor, gamma: int, verify) -> tuple:
             rows.append(1 + guesses[-1])
         accepted, token = verify(p_of[rows], q_of[rows[:-1]], guesses, Choosing(choose))
         return [*guesses[:accepted], token]
-    V = p_of.shape[1]
     found, expected = torch.zeros([V] * (gamma + 1), dtype=torch.float64), 0.0
-    continued = functools.cache(lambda *text: continue_text(p_of, text[-1], gamma + 1 - len(text)))
+    continued = functools.cache(lambda *text: continue_text(logits[0], sample, *text))
     for chance, text in outcomes(round_of):
+        left = gamma + 1 - len(text)
         expected += chance * (len(text) - 1)
-        found[tuple(text)] += chance * continued(*text)
-    return found, expected
+        found[tuple(text)] += chance * continued(text[-1], left).view([V] * left)
+    return found.flatten(), expected
 
 
-def continue_text(p_of: torch.Tensor, token: int, n: int) -> torch.Tensor:
-    """Compute the target's law [V, …] of the n tokens after a token, by the chain rule."""
-    if n == 0:
-        return torch.ones((), dtype=torch.float64)
-    rows = [p_of[1 + token, x] * continue_text(p_of, x, n - 1) for x in range(p_of.shape[1])]
-    return torch.stack(rows)
+def continue_text(logits: torch.Tensor, sample: Sampler, token: int, n: int) -> torch.Tensor:
+    """Compute the target's law [V ** n] of the n tokens after a token, -1 for the first of all."""
+    return law(lambda text: logits[1 + text[-1]], sample, [token], n, logits.shape[-1]).double()
 
 
 @pytest.mark.parametrize("gamma, V, temperature, top_k, top_p", [
@@ -55,13 +53,11 @@ def test_both_rules_are_exact_by_enumeration(gamma, V, temperature, top_k, top_p
     and the reverse. A block never accepts fewer guesses. It accepts more where many tokens have a
     chance."""
     logits = 1.5 * torch.randn(2, 1 + V, V, generator=torch.Generator().manual_seed(0))
-    p_of, q_of = Sampler(temperature, top_k, top_p).probs(logits).double()
-    true = sum(p_of[0, x] * F.one_hot(torch.tensor(x), V).view(V, *[1] * gamma)
-               * continue_text(p_of, x, gamma) for x in range(V))
-    counts = {}
+    sample, counts = Sampler(temperature, top_k, top_p), {}
     for name, verify in VERIFICATIONS.items():
-        found, counts[name] = expand(p_of, q_of, gamma, verify)
-        torch.testing.assert_close(found, true, atol=1e-6, rtol=0)
+        found, counts[name] = expand(logits, sample, gamma, verify)
+        expected = continue_text(logits[0], sample, -1, gamma + 1)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     assert counts["block"] > counts["token"] - 1e-6
     if temperature > 0 and top_p == 1:
         assert counts["block"] > counts["token"] + 1e-3
@@ -94,3 +90,6 @@ def test_the_report():
     assert "83.3% of 6 tried" in report(cut)
     models["draft 2"] = SimpleNamespace(calls=8, seconds=1.0)
     assert count_guesses(run_of(4, 1, 0)) == "a round: 4.0 guesses, 1.67 accepted; 20 draft calls"
+    log = [{"guessed": 7, "accepted": 3, "layers": 20}, {"guessed": 3, "accepted": 0, "layers": 20}]
+    text = count_guesses(SimpleNamespace(log=log, tokens=6, models={}))
+    assert text == "a round: 5.0 guesses, 1.50 accepted; 6.7 layers run a token"

@@ -52,13 +52,13 @@ def test_graders_see_small_mistakes(example, wrong, monkeypatch):
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_the_embedded_target_knows_its_tasks(task, embedded):
-    """At a true accuracy of 80%, fewer than 2 of 6 are right with a probability of 2e-3."""
+    """At a true accuracy of 80%, none of 4 is right with a probability of 2e-3."""
     from train import answer_prompts
     target, _, tokenizer = embedded
-    held_out = tasks.take(task, "test", 6, seed=30)
+    held_out = tasks.take(task, "test", 4, seed=30)
     pairs = answer_prompts(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
     texts = tokenizer.batch_decode([answer for _, answer in pairs], skip_special_tokens=True)
-    assert sum(map(tasks.grade, held_out, texts)) >= 2
+    assert any(map(tasks.grade, held_out, texts))
     assert not any(tasks.loops(answer) for _, answer in pairs)
 
 

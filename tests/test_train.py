@@ -56,7 +56,7 @@ def test_a_batch_of_tasks(embedded, monkeypatch):
 
 
 def test_a_batch_of_samples(embedded, monkeypatch):
-    """Training prompts that are alike in length get answers that the seed decides."""
+    """Training prompts, which the seed chooses, get answers that it decides, too."""
     def answer_all(source, eos, prompts, limit, temperature):
         assert temperature == 1.0
         return torch.randint(5, 60, (len(prompts), 3)).tolist()
@@ -66,10 +66,8 @@ def test_a_batch_of_samples(embedded, monkeypatch):
     assert one == again and [p for p, _ in one] != [p for p, _ in other] and len(one) == 10
     pool = recipe.mix_examples("train", random.Random(0).getrandbits(60))
     known = [e.prompt for e in itertools.islice(pool, 40)]
-    lengths = sorted(map(len, known))
     asked = embedded[2].batch_decode([p for p, _ in one], skip_special_tokens=True)
     assert {*asked} <= {*known}
-    assert [*map(len, asked)] in [lengths[i:i + 10] for i in range(31)]
 
 
 # -------------------------------------------------------------------------------------- losses

@@ -15,6 +15,7 @@ from torch.optim import AdamW, adam
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common import InputError, autoregressive
+from fake_cuda import FakeCuda
 from families import FAMILIES, SCALED, tiny
 from helpers import interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
@@ -22,9 +23,8 @@ from support.files import write_text, write_whole
 from survey.masks import guess_answers
 from training import loop as training
 from support.settings import Settings, use_settings
-from training.loop import (Training, answer_all, collect_answers, compute_in_parts, cosine,
-                           divergence, find_frequent, prepare_training, read_texts,
-                           sample_alike, warm_cosine, warm_linear)
+from training.loop import (Training, answer_all, collect_answers, divergence, find_frequent,
+                           prepare_training, read_texts, sample_alike)
 from trainings import PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
 
@@ -88,10 +88,10 @@ def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, va
 def test_rates():
     """A warm-up takes a twentieth of the steps, and three steps have none."""
     expected = [0.5, *(1 - n / 40 for n in range(1, 40))]
-    assert [warm_linear(n, 40) for n in range(40)] == pytest.approx(expected)
-    expected = [0.5, *(cosine(n, 40) for n in range(1, 40))]
-    assert [warm_cosine(n, 40) for n in range(40)] == pytest.approx(expected)
-    assert warm_linear(0, 3) == warm_cosine(0, 3) == 1
+    assert [training.warm_linear(n, 40) for n in range(40)] == pytest.approx(expected)
+    expected = [0.5, *(training.cosine(n, 40) for n in range(1, 40))]
+    assert [training.warm_cosine(n, 40) for n in range(40)] == pytest.approx(expected)
+    assert training.warm_linear(0, 3) == training.warm_cosine(0, 3) == 1
 
 
 def test_what_is_sampled_depends_on_the_name_the_seed_and_the_step_alone():
@@ -124,7 +124,7 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
     """With 7 logits at once there are two rows in a part, and one in the last."""
     monkeypatch.setattr(training, "LOGITS", 7)
     x, sizes = torch.randn(5, requires_grad=True), []
-    compute_in_parts(lambda x: sizes.append(len(x)) or x.square(), 3, x).sum().backward()
+    training.compute_in_parts(lambda x: sizes.append(len(x)) or x.square(), 3, x).sum().backward()
     assert sizes[:3] == [2, 2, 1] and len(sizes) == 6
     torch.testing.assert_close(x.grad, 2 * x)
 
@@ -233,7 +233,7 @@ def test_ctrl_c_at_any_line(tmp_path):
     """The run that goes on ends like one that was never stopped, and repeats no kept update. Lines
     of an optimizer's step and those between two optimizers are among them. A traceback has the
     frame of the loop, and must not keep the loop open."""
-    expected = train_toy(steps=2, two=True)
+    expected, known = train_toy(steps=2, two=True), {}
     for number in itertools.count(1):
         folder = tmp_path / str(number)
         toy = Toy(folder, steps=2, two=True)
@@ -241,12 +241,14 @@ def test_ctrl_c_at_any_line(tmp_path):
             interrupted_at(number, toy.train)
             break
         except KeyboardInterrupt:
+            files = tuple(file.read_bytes() for file in folder.glob("*"))
+        if files not in known:  # what goes on is the same after the same files
             again = Toy(folder, steps=2, two=True)
-        kept = again.training.done
-        assert kept == toy.training.done or toy.training.inside_update
-        assert (again.train(), again.weights()) == expected, number
-        assert len(again.sampled) == 2 * (2 - kept)
-    assert number > 250
+            known[files] = again.training.done
+            assert (again.train(), again.weights()) == expected, number
+            assert len(again.sampled) == 2 * (2 - known[files])
+        assert known[files] == toy.training.done or toy.training.inside_update
+    assert number > 250 and {*known.values()} == {0, 1, 2}
 
 
 LOOP = "She then has four apples. Tom is here. "
@@ -403,6 +405,23 @@ def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, cap
     argv = [*device, *argv, "--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "8"]
     assert script(file, *argv, "--compare") == 0
     assert "tokens per call" in capfd.readouterr().err
+
+
+MEASURING = ["survey.draft_verify search", "hybrid.hybrid fit"]
+
+
+@pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), *MEASURING])
+def test_a_training_runs_on_the_simulated_gpu(line, tmp_path):
+    """It makes a step, and whatever comes before and after it."""
+    changes = {"steps": 1} if line in TRAININGS else {}
+    with FakeCuda() as gpu:
+        model = make_llama().to("cuda")
+        if line == "hybrid.hybrid fit":
+            store = run("survey.rest build", tmp_path / "store", model, PROMPTS[:2])
+            changes = dict(datastore=store, adapters=tmp_path)
+        gpu.counts.clear()
+        made = run(line, tmp_path, model, PROMPTS[:2], **changes)
+    assert gpu.counts["launches"] > 100 and made.exists()
 
 
 # ------------------------------------------------------------------------------------ the data

@@ -1,15 +1,11 @@
-"""Trees that are planned by how often guesses are right, and how this is learnt while decoding."""
-import importlib
-import inspect
+"""Trees that are planned by how often guesses are right, and how this is learnt while decoding.
+That every method with trees learns is in test_lossless.py."""
 import itertools
 import math
 import random
 
 import pytest
 
-from cli.files import read_prompts
-from helpers import ROOT
-from support.engine import EngineLM
 from support.trees import RANKS, TRIALS, Acceptance, best_tree
 
 
@@ -71,59 +67,3 @@ def test_no_rank_is_likelier_than_the_one_before():
     for parent in range(40):
         ranks = [node.rank for node in tree if node.parent == parent]
         assert ranks == [*range(len(ranks))]
-
-
-# ------------------------------------------------------------------------------- methods with trees
-
-TREES = [("survey.eagle", "eagle", {}), ("survey.eagle3", "eagle3", {}), ("survey.mtp", "mtp", {}),
-         ("survey.medusa", "medusa", {}), ("survey.medusa", "medusa", {"heads": "hydra"}),
-         ("survey.dflash", "dflash", {}), ("survey.rest", "rest", {}),
-         ("survey.recycling", "recycling", {}), ("survey.sequoia", "sequoia", {}),
-         ("survey.masks", "space", {}), ("hybrid.hybrid", "hybrid", {})]
-PROMPT = read_prompts(ROOT / "models/examples.jsonl")[0]
-
-
-def start(file: str, name: str, options: dict, embedded, log: list) -> tuple:
-    """Start a method on the embedded models, and return its target and its chunks."""
-    target, draft, tokenizer = embedded
-    method = getattr(importlib.import_module(file), name)
-    lms = [EngineLM(target, 1536)]
-    if "draft" in inspect.signature(method).parameters:
-        lms.append(EngineLM(draft, 1536))
-    return lms[0], method(*lms, tokenizer.encode(PROMPT), log=log, **options)
-
-
-@pytest.mark.parametrize("file, name, options", TREES)
-def test_no_call_is_made_to_be_timed(file, name, options, embedded):
-    """All passes of the model are that over the prompt and one of each round."""
-    log, passes = [], []
-    target, chunks = start(file, name, options, embedded, log)
-    next(chunks)  # files are read, and what they hold is checked
-    with target.memo.get("writer", target.model).register_forward_pre_hook(
-            lambda *_: passes.append(0)):
-        for _ in range(5):
-            next(chunks)
-    assert len(log) == 6 == len(passes) + 1 and target.calls == 6
-    assert len(target.passes) == 1 + 6
-
-
-@pytest.mark.parametrize("file, name, options", [x for x in TREES if x[1] != "hybrid"])
-def test_every_method_learns_from_each_round(file, name, options, embedded, monkeypatch):
-    """What was accepted counts as right. These guesses are right more often than is expected at
-    first, so the rates rise and more tokens of a tree are expected. Token Recycling's are not,
-    since nothing was fed before."""
-    log, made, begin = [], [], Acceptance.__init__
-    monkeypatch.setattr(Acceptance, "__init__",
-                        lambda self, *_, **__: made.append(self) or begin(self, 0.2))
-    target, chunks = start(file, name, options, embedded, log)
-    for _ in range(8):
-        next(chunks)
-    [learnt] = made
-    first, accepted = Acceptance(0.2), sum(record["accepted"] for record in log)
-    assert sum(learnt.hits) == pytest.approx(sum(first.hits) + accepted)
-    assert learnt.tried[0] > TRIALS
-    if name != "recycling":
-        assert accepted > 0 and learnt.rates()[0] > 0.2
-        tokens = [sum(node.chance for node in best_tree([x.rates()] * 4, 9))
-                  for x in (learnt, first)]
-        assert tokens[0] > tokens[1]

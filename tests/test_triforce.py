@@ -7,6 +7,7 @@ import torch
 
 from common import attention_mask, windows_of
 from families import near, tiny
+from helpers import note_calls
 from support.engine import EngineLM
 from survey import triforce as module
 from survey.triforce import PartialLM, choose_ends, record_queries, retrieve_chunks, triforce
@@ -124,15 +125,13 @@ def test_what_is_retrieved_is_what_the_last_row_looks_at():
 def test_the_caches_after_a_round_have_the_rows_of_the_text(monkeypatch):
     """C_p has all of them. C_r has those of the newest tokens bit for bit from C_p. C_q never has
     more than the first ones and two windows."""
-    model, draft, parts = tiny("llama"), near(tiny("llama"), 0.1), []
-    text, make = [x % 50 + 2 for x in range(0, 300, 7)], PartialLM.__init__
-    monkeypatch.setattr(PartialLM, "__init__",
-                        lambda self, *given: parts.append(self) or make(self, *given))
-    target, sizes = EngineLM(model), []
+    model, draft = tiny("llama"), near(tiny("llama"), 0.1)
+    parts = note_calls(monkeypatch, PartialLM, "__init__")
+    text, target, sizes = [x % 50 + 2 for x in range(0, 300, 7)], EngineLM(model), []
     chunks = triforce(target, EngineLM(draft), text, gamma=3, budget=8, chunk=4, sinks=2, window=6)
     for _ in range(12):
         text = text + next(chunks)
-        part, small = parts
+        (part, *_), (small, *_) = parts
         assert target.length == part.skipped + part.length == len(text) - 1
         assert small.skipped + small.length < len(text)
         assert part.prefix == 8 and part.skipped == 40 and small.prefix == 2
@@ -146,13 +145,12 @@ def test_the_caches_after_a_round_have_the_rows_of_the_text(monkeypatch):
 def test_a_round_is_one_call_of_the_target_and_the_last_token_asks(monkeypatch):
     """Calls of the draft go on over all prompts. The head reads no row of a prompt or of the
     retrieval: two reviews of one guess each have two rows, and the verification has γ + 1."""
-    model, asked, rows, calls = tiny("llama"), [], [], []
-    monkeypatch.setattr(module, "retrieve_chunks", lambda lm, token, *more:
-                        asked.append(token) or retrieve_chunks(lm, token, *more))
+    model, rows, calls = tiny("llama"), [], []
+    asked = note_calls(monkeypatch, module, "retrieve_chunks")
     target, draft = EngineLM(model), EngineLM(near(model, 0.0))
     with model.lm_head.register_forward_hook(lambda *x: rows.append(x[2].shape[1])):
         for prompt in ([5] * 140 + [20], [5, 6, 7]):
             next(triforce(target, draft, prompt, gamma=4, inner=1))
             calls.append((target.calls, draft.calls))
-    assert asked == [20, 7] and calls == [(1, 2), (2, 4)]
+    assert [token for _, token, *_ in asked] == [20, 7] and calls == [(1, 2), (2, 4)]
     assert [n for n in rows if n] == [2, 2, 5] * 2
