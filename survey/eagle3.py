@@ -48,6 +48,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 from common import Sampler, greedy
 from support.engine import EngineLM, MODELS, check, require, tap_layers
 from support.layers import choose_taps, read_taps, tap_widths
+from support.packed import plain
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, make_config, read_eagle3
 from support.settings import Pair
@@ -146,7 +147,7 @@ class Eagle3Layer(Part):
             lm.model.norm, lm.lm_head.norm = lm.lm_head.norm, lm.model.norm
         self.norms = torch.nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps)
                                          for width in widths if form.fc_norm)
-        rows = model.get_output_embeddings().weight.detach()
+        rows = plain(model.get_output_embeddings().weight.detach())
         if rows.shape[1] == self.h:
             lm.lm_head.weight.data.copy_(rows[self.vocab])
         require(own_head or rows.shape[1] == self.h, "head",
