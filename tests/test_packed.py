@@ -67,10 +67,8 @@ def test_numbers_are_in_memory_once(dtype):
     width = 4096 if dtype == torch.float32 else 5792  # 64 MiB a layer
     pack(layer(dtype=dtype))
     before = resident()
-    layers = [Linear(width, width, False, "meta", dtype).to_empty(device="cpu") for _ in range(2)]
-    model = torch.nn.Sequential(*layers)
-    for x in model.parameters():
-        x.data.fill_(1)  # so that the memory is really there
+    model = torch.nn.Sequential(*(Linear(width, width, False, "meta", dtype) for _ in range(2)))
+    model.to_empty(device="cpu").apply(lambda x: [p.data.fill_(1) for p in x.parameters(False)])
     assert resident() - before > 120
     pack(model)
     assert resident() - before < 1.15 * 128
