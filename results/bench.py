@@ -109,13 +109,14 @@ class Theirs:
 
     bench    has its models
     names    the models that it runs beside the target: "draft", or none
+    packed   whether its models have packed weights, as those of our methods do
     options  further arguments of generate
 
     The pass over the prompt is a call like any other, since it gives a token.
     """
 
-    def __init__(self, bench: "Bench", *names: str, **options):
-        self.models = {name: bench.plain(name) for name in ("target", *names)}
+    def __init__(self, bench: "Bench", *names: str, packed: bool = False, **options):
+        self.models = {name: bench.plain(name, packed) for name in ("target", *names)}
         temperature = bench.args.temperature
         self.options = options | {
             "max_new_tokens": bench.args.max_new_tokens, "do_sample": temperature > 0,
@@ -298,8 +299,8 @@ class Bench:
                 for name, file in files.items()} | options
 
     @functools.cache
-    def plain(self, name: str):
-        """Load the target or the draft as transformers has it.
+    def plain(self, name: str, packed: bool):
+        """Load the target or the draft as transformers has it, with packed weights if asked for.
 
         Its attention is transformers' own. The penalties that a checkpoint may ask for are dropped.
         Its `times` tell when its passes began and ended.
@@ -318,7 +319,31 @@ class Bench:
             model.times.append(time.perf_counter())
         model.register_forward_pre_hook(note)
         model.register_forward_hook(note)
-        return model
+        return pack(model) if packed else model
+
+    def share_of_bandwidth(self, seconds: float) -> float:
+        """Return the share of the memory's bandwidth that calls of one row reach.
+
+        A call reads all weights but the embeddings, and the cache. A copy of a large tensor tells
+        the bandwidth. At a share near 1 a call of more rows costs the same, since it reads no more.
+
+        seconds  what a call takes
+        """
+        model, lm = self.target, self.row(AR).models["target"]
+        [prompt, *_] = [prompt for _, prompt in self.pairs]
+        lm.start(prompt)
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        read = [x.nbytes for x in model.parameters() if x is not table.weight or x is head.weight]
+        read += [x[:, :, :lm.length].nbytes for pair in lm.cache.layers.values() for x in pair]
+        x = torch.ones(2 ** 28, dtype=torch.uint8, device=model.device)
+        copies = []
+        for _ in range(5):
+            began = time.perf_counter()
+            x.clone()
+            if x.is_cuda:
+                torch.cuda.synchronize()
+            copies.append(time.perf_counter() - began)
+        return sum(read) / seconds / (2 * x.nbytes / min(copies))
 
     def graded(self, outputs: list[list[int]]) -> list[bool]:
         """Grade the answers to all prompts, which are tasks: return whether each is right."""
@@ -397,19 +422,24 @@ def table(rows: list[list[str]]) -> str:
 
 # -------------------------------------------------------------------------------- the tables
 
-def build_peers(bench: Bench) -> dict[str, tuple[str, Theirs]]:
+def build_peers(bench: Bench) -> list[tuple[str, str, Theirs]]:
     """Build transformers' own `generate` in each of its forms.
 
-    returns  {a row of ours: (the name of the form of `generate` that is nearest to it, the form)}
+    returns  for each form the nearest row of ours, its name, and the form. Where our methods have
+             packed weights, each form is there with and without them
     """
-    peers = {"autoregressive": ("`generate`", Theirs(bench))}
-    if bench.plain("target")._is_stateful:  # with recurrent layers `generate` takes no guesses
-        return peers
-    if bench.args.draft:
-        peers["speculative --gamma 6"] = ("`generate`, assistant, draft of 6 tokens",
-                                          Theirs(bench, "draft"))
-    peers["prompt_lookup"] = ("`generate`, prompt lookup of 4",
-                              Theirs(bench, prompt_lookup_num_tokens=4))
+    peers = []
+    for packed in sorted({False, any(x.is_mkldnn for x in bench.target.parameters())}):
+        weights = ", packed" if packed else ""
+        peers.append(("autoregressive", f"`generate`{weights}", Theirs(bench, packed=packed)))
+        if bench.target._is_stateful:  # with recurrent layers `generate` takes no guesses
+            continue
+        if bench.args.draft:
+            peers.append(("speculative --gamma 6",
+                          f"`generate`, assistant, draft of 6 tokens{weights}",
+                          Theirs(bench, "draft", packed=packed)))
+        peers.append(("prompt_lookup", f"`generate`, prompt lookup of 4{weights}",
+                      Theirs(bench, packed=packed, prompt_lookup_num_tokens=4)))
     return peers
 
 
@@ -440,6 +470,8 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     cells |= {"realised share": f"{median(ratios) / per_call:.0%}",
               "ms a token: target": f"{target:.2f}", "draft": f"{draft:.2f}",
               "rest": f"{total - target - draft:.2f}"}
+    share = bench.share_of_bandwidth(target / 1000) if method == AR else 0.0
+    cells["of the bandwidth"] = f"{share:.0%}" if share else ""
     if bench.args.temperature == 0:
         cells["output as AR's"] = results.same(method, AR)
     if bench.examples:
@@ -452,11 +484,11 @@ def print_tables(bench: Bench) -> None:
     """Measure the rows that are asked for beside transformers' own, and print two tables."""
     runs = keep_fitting(choose_lines(bench.args), bench.row)
     peers = build_peers(bench)
-    results = bench.measure(runs | dict(peers.values()))
+    results = bench.measure(runs | {name: form for _, name, form in peers})
     lines = [make_line(bench, results, method) for method in results.counts]
     print(table([[*lines[0]], *([*line.values()] for line in lines)]))
     rows = [["ratio of tokens/s", "all", *bench.categories]]
-    for ours, (theirs, _) in peers.items():
+    for ours, theirs, _ in peers:
         if ours in results.counts:
             ratios = [results.ratios(ours, theirs, name) for name in (None, *bench.categories)]
             rows.append([f"{ours} / {theirs}", *(f"{median(x):.2f}" for x in ratios)])

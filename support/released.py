@@ -20,6 +20,7 @@ from common import InputError, context_length
 from support.engine import depth_of, require
 from support.files import check_file, explain_errors, read_json
 from support.layers import choose_taps, make_config, tap_widths
+from support.packed import plain
 from support.parts import Part, belongs, fill, load_trained, match_type, some_embeddings
 
 import torch
@@ -282,7 +283,7 @@ def load_head(path: str | Path, title: str, model, make: Callable[[dict], Part])
 def some_weights(part: torch.nn.Module) -> list[float]:
     """Take the fingerprint of a head: the first 8 numbers of each tensor that can be trained."""
     trained = [p for p in part.parameters() if p.requires_grad]
-    numbers = torch.cat([p.detach().flatten()[:8].float().cpu() for p in trained])
+    numbers = torch.cat([plain(p.detach()).flatten()[:8].float().cpu() for p in trained])
     return [float(f"{x:.4g}") for x in numbers.tolist()]
 
 

@@ -58,6 +58,7 @@ from common import InputError, Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require
 from support.files import check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
+from support.packed import plain
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file
 from survey.eagle import decode
@@ -208,7 +209,8 @@ def load_block(path: str, model) -> MTPBlock | None:
         return None
     draft = MTPBlock(model)
     parts, head = draft.parts(), model.get_output_embeddings()
-    if not torch.equal(tensors.get("lm_head.weight", head.weight).to(head.weight), head.weight):
+    rows = plain(head.weight)
+    if not torch.equal(tensors.get("lm_head.weight", rows).to(rows), rows):
         own = copy.deepcopy(head)
         draft.lm.set_output_embeddings(own)
         parts["lm_head.weight"] = own.weight

@@ -26,6 +26,7 @@ Departures from LoRA:
 from common import InputError
 from support.engine import list_layers
 from support.layers import share_weights
+from support.packed import pack, plain
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,11 @@ def merge_changes(model):
     """
     for part in list_changed(model):
         change = part.change
-        part.weight = torch.nn.Parameter(part.weight + (change.B @ change.A).to(part.weight))
+        packed = part.weight.is_mkldnn
+        W = plain(part.weight)
+        part.weight = torch.nn.Parameter(W + (change.B @ change.A).to(W))
+        if packed:
+            pack(part)
         change.hook.remove()
         del part.change
     return model.requires_grad_(False)
