@@ -50,6 +50,8 @@ MUTANTS = {
         ("rows = logits.float().reshape(-1, logits.shape[-1])", "rows = logits.float()",
          "top_p is given three dimensions, of which it makes nan")],
     "support/engine.py": [
+        ("self.parts = taps, []", "self.parts = taps or self.taps, []",
+         "a method reads the features of an earlier one"),
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
          "features of a long prompt are those of its last part"),
         ("mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1)",
@@ -76,7 +78,8 @@ MUTANTS = {
          "folded tokens do not decay"),
         ("self.folded, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)",
          "self.folded, self.rows = 0, defaultdict(dict)", "a new prompt begins with old states"),
-        ("[n:]  # as many", "[n - 1:-1]  # as many", "the inputs of a convolution are off by one")],
+        ("[n:]  # as many", "[n - 1:-1]  # as many", "the inputs of a convolution are off by one"),
+        ("keep = max(KEEP, self.back)", "keep = KEEP", "a long draft cannot be taken back")],
     "jacobi.py": [
         ("chunk = chosen[:agreed + 1]", "chunk = guesses[:agreed + 1]",
          "argmaxes become final at a temperature"),
@@ -131,6 +134,8 @@ MUTANTS = {
          "rng.sample(held_out, min(batch, len(held_out)))", "it learns from the held-out answers"),
         ("(consistency + w * ar)", "(w * consistency + ar)", "w weighs the other loss")],
     "survey/cascade.py": [
+        ("for lm in lms:  # so", "for lm in lms[1:]:  # so",
+         "a recurrent target cannot take back a long draft"),
         ("while self.text[:same] != text[:same]:", "while False:",
          "rows of rejected tokens are kept"),
         ("draw(others[i:], counts[1 + i:], text + guesses", "draw(others[i:], counts[1 + i:], text",
@@ -146,6 +151,8 @@ MUTANTS = {
         ("(place >= x.length - 1)", "(place >= x.length)",
          "the first token of an answer is not learnt")],
     "survey/eagle.py": [
+        ("draft.lm, target.vocab)", "draft.lm)", "rows that are no tokens are guessed"),
+        ("    lm.start([])\n", "", "the draft's cache keeps an earlier prompt"),
         ("(f + noise)[:, :-2], ids[:, 1:-1])", "(f + noise)[:, :-2], ids[:, :-2])",
          "the token is not one ahead of the feature"),
         ("Pairs(target.features[path], chunk)", "Pairs(target.features[:len(path)], chunk)",
@@ -162,12 +169,14 @@ MUTANTS = {
         ("learned = learns[:, 2 + n:]", "learned = learns[:, 1 + n:-1]",
          "a row learns one token too late")],
     "survey/mtp.py": [
+        ("last = full[-1]", "last = full[0]", "training begins with an early layer"),
         ("torch.cat([gate, up], 1)", "torch.cat([up, gate], 1)", "gates of experts are swapped"),
         ('parts["lm_head.weight"] = own.weight', 'parts["lm_head.weight"] = head.weight',
          "a block's LM head takes the place of the target's"),
         ("if stem in NAMES and number == 0:", "if stem in NAMES:", "only the last block is seen"),
         ("decay = 0.6", "decay = 0.8", "later passes weigh as EAGLE-3's")],
     "survey/dflash.py": [
+        (", root)[:, :target.vocab]", ", root)", "rows that are no tokens are guessed"),
         ("features[..., :width], cache)", "features[..., :width], KVCache())",
          "blocks learn without their context"),
         ("torch.tensor([ids[x] for x in leaves]", "torch.tensor([root for x in leaves]",
@@ -191,6 +200,7 @@ MUTANTS = {
         ("learn(ids, logits)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path])", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
+        ("z[:self.vocab]", "z", "rows that are no tokens are guessed"),
         ("z = self.logits[len(path)]", "z = self.logits[0]",
          "every depth is guessed by the block's first row"),
         ("self.root, self.logits = pairs.tokens[-1], None", "self.root = pairs.tokens[-1]",
@@ -216,6 +226,7 @@ MUTANTS = {
          "positions without a label count in the mean"),
         ("logits[:, :target.vocab], trained.vocab)  #", "logits, trained.vocab)  #",
          "padded tokens are guessed"),
+        ("(x)[:, :target.vocab]", "(x)", "Hydra guesses padded tokens"),
         ("owners = sorted({tree[i].parent for i in level})", "owners = sorted(range(len(level)))",
          "Hydra's heads read the wrong parents")],
     "hybrid/ngrams.py": [
@@ -265,6 +276,7 @@ MUTANTS = {
         ("probs[text] for text in texts]", "probs[texts[0]] for text in texts]",
          "all drafts are drawn from the first one's q")],
     "survey/triforce.py": [
+        (', ("draft", draft)):', ",):", "the states of a recurrent draft are dropped"),
         ("self.skipped = length - self.length", "self.skipped = 0",
          "newest rows lose their positions"),
         ("indices.sort().values.cpu()", "indices.cpu()", "chunks lie in the order of their scores"),
@@ -289,7 +301,8 @@ MUTANTS = {
          "offsets of tokens are taken for tokens"),
         ("weights_only=True", "weights_only=False", "a pickled file may run code")],
     "support/layers.py": [
-        ("new = share_weights(model)", "new = model", "a view changes the model itself")],
+        ("new = share_weights(model)", "new = model", "a view changes the model itself"),
+        ('text.layer_types[-1] = "full_attention"', "pass", "an adapter has a layer's window")],
     "training/low_rank.py": [
         ("torch.nn.Parameter(torch.zeros(out, rank))", "torch.nn.Parameter(torch.ones(out, rank))",
          "training does not begin with the model as it is"),

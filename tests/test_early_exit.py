@@ -32,11 +32,13 @@ def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
     return network.norm(x + (weights @ v).transpose(0, 1).reshape(T, 32) @ part.o_proj.weight.T)
 
 
-@pytest.mark.parametrize("threshold, drafts", [(0.0, {3}), (0.25, {1, 2, 3})])
+@pytest.mark.parametrize("family, threshold, drafts", [
+    ("llama", 0.0, {3}), ("llama", 0.25, {1, 2, 3}), ("gemma3", 0.0, {3})])
 @torch.no_grad()
-def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(threshold, drafts):
-    """Whatever was rejected, the cache of the early layers and the adapter is as if it were new."""
-    model = deep("llama", vocab_size=8)
+def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(family, threshold, drafts):
+    """Whatever was rejected, the cache of the early layers and the adapter is as if it were new.
+    The adapter sees the whole text, also in the place of a layer with a window of nine tokens."""
+    model = deep(family, vocab_size=8)
     network = rand(Exit(model, E), scale=0.3)
     target, text, log = EngineLM(model), PROMPT, []
     early, _ = target.once(split_layers, target, E, network)
