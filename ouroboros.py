@@ -116,6 +116,7 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         raise InputError(f"--beta must be 2 or more, got {beta}")
     if pool is None:
         pool = PhrasePool()
+    draft.cache.back = gamma + beta  # so many tokens a recurrent draft may have to forget
     text = begin(prompt, target, draft)
     drafter = Drafter(draft, text, pool, W if phrases else 0, beta, G, sample.seed)
     while True:

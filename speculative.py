@@ -120,6 +120,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     if verification not in VERIFICATIONS:
         raise InputError(f"--verification must be token or block, got {verification!r}")
     verify = VERIFICATIONS[verification]
+    draft.cache.back = gamma  # a recurrent draft must know how many tokens it may have to forget
     text = begin(prompt, target, draft)
     while True:
         # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each

@@ -55,6 +55,8 @@ running.cache = None  # the cache of the pass that runs now in this thread
 class RecurrentCache(KVCache):
     """Be a KVCache that holds states as well.
 
+    back     how many tokens of the context a method takes back at most, which it says before it
+             begins. KEEP of them can always be taken back
     folded   how many of the context's first tokens are in the states
     kept     how many of its last tokens are not in the states yet
     states   for each layer what its states are called (`S`, and `inputs` for a convolution), and
@@ -63,6 +65,7 @@ class RecurrentCache(KVCache):
     """
 
     KINDS = (*KVCache.KINDS, "linear_attention", "conv", "hybrid", "mlp", "moe")
+    back = 0
 
     def __init__(self, model):
         super().__init__()
@@ -106,8 +109,9 @@ class RecurrentCache(KVCache):
             for name, row in rows.items():
                 nodes = nodes.to(row.device)  # only the first of them is copied to a GPU
                 rows[name] = row[nodes]
-        if self.kept > 2 * KEEP:
-            self.fold(self.kept - KEEP)
+        keep = max(KEEP, self.back)
+        if self.kept > 2 * keep:
+            self.fold(self.kept - keep)
 
     def fold(self, n: int) -> None:
         """Add the first n kept tokens to the states."""

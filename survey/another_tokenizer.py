@@ -172,6 +172,7 @@ class TranslatedLM:
     """Let a draft read and guess the target's tokens, in the loop of speculative decoding.
 
     draft         the draft, with its own tokens
+    cache         the draft's. A guess is a token of both, so it has one row
     translation   a Translation
     vocab         how many logits the target's calls give
     length        how many tokens of the target are cached
@@ -181,6 +182,7 @@ class TranslatedLM:
 
     def __init__(self, draft: EngineLM, translation: Translation, vocab: int):
         self.draft = draft
+        self.cache = draft.cache
         self.translation = translation
         self.vocab = vocab
         self.length, self.ends, self.widths = 0, [0], []

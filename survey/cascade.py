@@ -253,10 +253,12 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     """
     followers = target.once(count_bigrams, grams, target.model)
     lms = [target, draft, *more_drafts]
+    drafts = len(lms) - 1
+    for lm in lms:  # so many tokens a recurrent model may have to forget
+        lm.cache.back = gamma + drafts * (tail + inner)
     prompt = begin(prompt, *lms)
     V = target.vocab
     levels = [*(Level(lm, prompt[:-1]) for lm in lms), MaxGram(followers, V)]
-    drafts = len(lms) - 1
     # The target reviews tokens of all drafts. Each draft reviews tokens of the next cheaper one
     counts = [[gamma] + [tail] * drafts] + [[inner]] * drafts
     text = list(prompt)

@@ -60,7 +60,7 @@ import sys
 from contextlib import contextmanager
 from typing import Iterator
 
-from common import InputError, KVCache, Sampler, begin, greedy
+from common import KVCache, Sampler, begin, greedy
 from speculative import verify_block as verify
 from support.engine import EngineLM, grouped_attention, require
 from support.layers import move_counts
@@ -268,9 +268,9 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
     target.
     """
     require(budget >= chunk, "budget", f"{chunk} or more", budget)
-    if type(target.cache) is not KVCache:
-        raise InputError("triforce copies a part of a cache of keys and values: --graphs must be "
-                         "off, and --target a model whose layers all have keys and values")
+    for option, lm in (("target", target), ("draft", draft)):
+        require(type(lm.cache) is KVCache, option, "a model whose layers all have keys and values, "
+                "and --graphs must be off", type(lm.model).__name__)
     # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q
     text = begin(prompt, target, draft)
     context = text[:-1]

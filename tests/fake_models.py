@@ -29,7 +29,7 @@ import random
 import torch
 import torch.nn.functional as F
 
-from common import Sampler
+from common import KVCache, Sampler
 from support.engine import EngineLM
 
 
@@ -40,7 +40,7 @@ class ScriptedLM:
     def __init__(self, logits_of):
         self.logits_of, self.tokens, self.parents, self.ids, self.trees = logits_of, [], [], [], []
         self.calls, self.rows, self.passes = 0, 0, []
-        self.memo, self.weight = {}, torch.zeros(1)
+        self.memo, self.weight, self.cache = {}, torch.zeros(1), KVCache()
 
     once = EngineLM.once
     vocab = 10 ** 9

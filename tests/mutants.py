@@ -44,6 +44,8 @@ MUTANTS = {
         ("rows = logits.float().reshape(-1, logits.shape[-1])", "rows = logits.float()",
          "top_p is given three dimensions, of which it makes nan")],
     "support/engine.py": [
+        ("self.parts = taps, []", "self.parts = taps or self.taps, []",
+         "a method reads the features of an earlier one"),
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
          "features of a long prompt are those of its last part"),
         ("expand(-1, heads // key.shape[1], -1, -1)", "repeat_interleave(heads // key.shape[1], 2)",
@@ -64,7 +66,8 @@ MUTANTS = {
         ('first["k"] * (G[-1] - G).exp()', 'first["k"]', "folded tokens do not decay"),
         ("self.folded, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)",
          "self.folded, self.rows = 0, defaultdict(dict)", "a new prompt begins with old states"),
-        ("[n:]  # as many", "[n - 1:-1]  # as many", "the inputs of a convolution are off by one")],
+        ("[n:]  # as many", "[n - 1:-1]  # as many", "the inputs of a convolution are off by one"),
+        ("keep = max(KEEP, self.back)", "keep = KEEP", "a long draft cannot be taken back")],
     "jacobi.py": [
         ("chosen[:agreed + 1]", "guesses[:agreed + 1]", "argmaxes become final at a temperature"),
         ("guesses[agreed + 1:]", "y[final + agreed + 1:]", "the other guesses are not recomputed"),
@@ -98,6 +101,8 @@ MUTANTS = {
          "rng.sample(held_out, min(batch, len(held_out)))", "it learns from the held-out answers"),
         ("(consistency + w * ar)", "(w * consistency + ar)", "w weighs the other loss")],
     "survey/cascade.py": [
+        ("for lm in lms:  # so", "for lm in lms[1:]:  # so",
+         "a recurrent target cannot take back a long draft"),
         ("self.text[:same] != text[:same]:", "False:", "rows of rejected tokens are kept"),
         (", text + guesses", ", text", "later drafts go on from the text without the guesses"),
         (":accepted + 1", "-accepted - 1:", "a review hands on the distributions of other tokens")],
@@ -107,6 +112,8 @@ MUTANTS = {
         ("return hidden_states + added", "return added", "the residual is forgotten"),
         (">= x.length - 1", ">= x.length", "the first token of an answer is not learnt")],
     "survey/eagle.py": [
+        ("draft.lm, target.vocab)", "draft.lm)", "rows that are no tokens are guessed"),
+        ("    lm.start([])\n", "", "the draft's cache keeps an earlier prompt"),
         (", :-2], ids[:, 1:-1", ", :-2], ids[:, :-2", "the token is not one ahead of the feature"),
         ("target.features[path]", "target.features[:len(path)]", "the features of the wrong nodes"),
         ("[x] for x in expanded])", "[x] for x in above])", "a row reads the token of its parent"),
@@ -117,11 +124,13 @@ MUTANTS = {
         ("weight.data.copy_(rows[self.vocab])", "weight.data.copy_(rows[:len(self.vocab)])",
          "rows of the LM head begin as those of other tokens")],
     "survey/mtp.py": [
+        ("last = full[-1]", "last = full[0]", "training begins with an early layer"),
         ("torch.cat([gate, up], 1)", "torch.cat([up, gate], 1)", "gates of experts are swapped"),
         ("own.weight", "head.weight", "a block's LM head takes the place of the target's"),
         ("if stem in NAMES and number == 0:", "if stem in NAMES:", "only the last block is seen"),
         ("decay = 0.6", "decay = 0.8", "later passes weigh as EAGLE-3's")],
     "survey/dflash.py": [
+        (", root)[:, :target.vocab]", ", root)", "rows that are no tokens are guessed"),
         ("[..., :width], cache", "[..., :width], KVCache()", "blocks learn without their context"),
         ("ids[x] for x in", "root for x in", "the Markov head always reads the root")],
     "survey/layerskip.py": [
@@ -135,6 +144,7 @@ MUTANTS = {
         ("learn(ids, logits)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path])", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
+        ("z[:self.vocab]", "z", "rows that are no tokens are guessed"),
         ("z = self.logits[len(path)]", "z = self.logits[0]",
          "every depth is guessed by the block's first row"),
         ("self.root, self.logits = tokens[-1], None", "self.root = tokens[-1]",
@@ -158,6 +168,7 @@ MUTANTS = {
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),
+        ("(x)[:, :target.vocab]", "(x)", "Hydra guesses padded tokens"),
         ("logits[:, :target.vocab], trained", "logits, trained", "padded tokens are guessed"),
         ("owners = sorted({tree[i].parent for i in level})", "owners = sorted(range(len(level)))",
          "Hydra's heads read the wrong parents")],
@@ -191,6 +202,7 @@ MUTANTS = {
         ("if draft.text[:depth] == accepted]", "]", "drafts that left the path are judged too"),
         ("probs[text] for", "probs[texts[0]] for", "all drafts are drawn from the first one's q")],
     "survey/triforce.py": [
+        (', ("draft", draft)):', ",):", "the states of a recurrent draft are dropped"),
         ("skipped = length - self.length", "skipped = 0", "newest rows lose their positions"),
         ("indices.sort().values.cpu()", "indices.cpu()", "chunks lie in the order of their scores"),
         ("retrieved.lm.copy_newest(whole.lm, old)", "retrieved.lm.truncate(len(context))",
@@ -215,7 +227,8 @@ MUTANTS = {
     "support/released.py": [
         ("weights_only=True", "weights_only=False", "a pickled file may run code")],
     "support/layers.py": [
-        ("new = share_weights(model)", "new = model", "a view changes the model itself")],
+        ("new = share_weights(model)", "new = model", "a view changes the model itself"),
+        ('text.layer_types[-1] = "full_attention"', "pass", "an adapter has a layer's window")],
     "training/low_rank.py": [
         ("zeros(out, rank)", "ones(out, rank)", "training does not begin with the model as it is"),
         ("change.hook.remove()", "pass", "a merged change counts twice")],

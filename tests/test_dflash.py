@@ -97,12 +97,12 @@ def guess_by_formula(w: dict, text: list[int]) -> torch.Tensor:
 
 
 def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
-    """The guesses are compared after each round of a text."""
+    """The guesses are compared after each round of a text. The last 11 rows are no tokens."""
     w, seen = draw_tensors(), note_calls(monkeypatch, module, "grow_block")
     adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
-    for chunk in take(dflash(EngineLM(MODEL), text, adapter=adapter, nodes=4), 6):
+    for chunk in take(dflash(EngineLM(MODEL, 50), text, adapter=adapter, nodes=4), 6):
         _, z, root, nodes = seen.pop(0)
-        torch.testing.assert_close(z, guess_by_formula(w, text), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(z, guess_by_formula(w, text)[:, :50], atol=1e-4, rtol=1e-4)
         assert (root, nodes) == (text[-1], 4)
         text = text + chunk
     chunks = dflash(EngineLM(MODEL), [7], adapter=str(tmp_path), nodes=9)

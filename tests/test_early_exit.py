@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from families import deep, rand
+from helpers import note_calls
 from support.engine import EngineLM
 from support.layers import split_layers
+from survey import layerskip
 from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
 from test_released import attend
@@ -23,11 +25,14 @@ def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
     return network.norm(x + attend(dict(network.named_parameters()), "attention.", read, {}))
 
 
-@pytest.mark.parametrize("threshold, drafts", [(0.0, {3}), (0.25, {1, 2, 3})])
+@pytest.mark.parametrize("family, threshold, drafts", [
+    ("llama", 0.0, {3}), ("llama", 0.25, {1, 2, 3}), ("gemma3", 0.0, {3})])
 @torch.no_grad()
-def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(threshold, drafts):
-    """Whatever was rejected, the cache of the early layers and the adapter is as if it were new."""
-    model = deep("llama", vocab_size=8)
+def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(
+        family, threshold, drafts, monkeypatch):
+    """Whatever was rejected, the cache of the early layers and the adapter is as if it were new.
+    The adapter sees the whole text, also in the place of a layer with a window of nine tokens."""
+    model, judged = deep(family, vocab_size=8), note_calls(monkeypatch, layerskip, "verify")
     network = rand(Exit(model, E), scale=0.3)
     target, text, log = EngineLM(model), PROMPT, []
     early, _ = target.once(split_layers, target, E, network)
@@ -41,7 +46,7 @@ def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(threshold,
             sure = probs.max() >= threshold
         chunk = next(chunks)
         text = text + chunk
-        assert chunk[:-1] == guesses[:len(chunk) - 1]
+        assert judged[-1][2] == guesses and chunk[:-1] == guesses[:len(chunk) - 1]
         assert log[-1] == {"drafted": len(guesses), "accepted": len(chunk) - 1,
                            "layers": (len(guesses) + 1) * 2.5 + 2}
         fresh, _ = split_layers(EngineLM(model), E, network)

@@ -12,7 +12,7 @@ from common import InputError
 from families import tiny
 from support.engine import EngineLM, check, list_layers
 from support.trees import rank_tokens
-from survey.mtp import load_draft, mtp
+from survey.mtp import MTPBlock, load_draft, mtp
 
 TEXT = [31, 4, 15, 26, 53, 8, 9, 7, 3]
 FORMS = {  # family: what names begin with, names of four tensors, of the layer, the 1 of 1 + w
@@ -82,6 +82,13 @@ def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
         texts += [(before, []), (before, [seen[-2].argmax().item()])]
     made = torch.stack([guess(model, w, *x, family) for x in texts])
     torch.testing.assert_close(torch.stack(seen), made, atol=1e-4, rtol=1e-5)
+
+
+def test_training_begins_with_the_last_layer_of_full_attention():
+    model = tiny("qwen3.5", num_hidden_layers=4,
+                 layer_types=["full_attention", "linear_attention"] * 2)
+    own, last = (x.parameters() for x in (*list_layers(MTPBlock(model).lm), list_layers(model)[2]))
+    assert all(torch.equal(*both) for both in zip(own, last, strict=True))
 
 
 REFUSED = {  # what is refused: tensors that differ. None: there is no block

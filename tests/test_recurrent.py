@@ -7,10 +7,13 @@ from threading import Thread
 import pytest
 import torch
 
-from common import CachedLM, InputError
+from common import CachedLM, InputError, autoregressive
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
+from helpers import tokens_of
+from support.engine import EngineLM
 from support.recurrent import KEEP, RecurrentCache, running
+from test_lossless import METHODS, chunks_of
 
 LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
 
@@ -75,7 +78,7 @@ def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
 @torch.inference_mode()
 @pytest.mark.parametrize("name, changes", [
     *((name, {}) for name in RECURRENT), ("lfm2", {"conv_L_cache": 1}),
-    ("qwen3.5", {"linear_conv_kernel_dim": 1})])
+    ("qwen3.5", {"linear_conv_kernel_dim": 1}), ("granite4", {"mamba_d_conv": 1})])
 def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache(name, changes):
     """Nothing is left of an earlier long prompt. After going back as far as rows are kept, the
     states are those of the shorter text, also where a convolution reads one input only."""
@@ -92,6 +95,16 @@ def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache
         lm.commit(range(len(lm.parents)))
         expected = model(input_ids=torch.tensor([[*text, 5]]), use_cache=False).logits[0, -1:]
         torch.testing.assert_close(lm.forward([5]), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["another_tokenizer", "cascade", "online", "ouroboros",
+                                  "speculative"])
+def test_drafts_of_any_length_are_taken_back(name):
+    """Target and drafts are recurrent, and a round drafts more tokens than are always kept."""
+    model, prompt = tiny("qwen3.5", max_position_embeddings=1000), LONG[:54]
+    expected = tokens_of(autoregressive(run(model), prompt), 8)
+    chunks = chunks_of(METHODS[name](model), EngineLM(model), prompt, gamma=48)
+    assert tokens_of(chunks, 8) == expected
 
 
 def test_nothing_may_be_committed_at_the_beginning():
