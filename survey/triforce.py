@@ -62,7 +62,7 @@ from typing import Iterator
 
 from common import InputError, KVCache, Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import EngineLM, grouped_attention, require
+from support.engine import EngineLM, grouped_attention, require, require_keys
 from support.layers import move_counts
 from survey.cascade import Level, review
 
@@ -271,6 +271,7 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
     if type(target.cache) is not KVCache:
         raise InputError("triforce copies a part of a cache of keys and values: --graphs must be "
                          "off, and --target a model whose layers all have keys and values")
+    require_keys(target.model)
     # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q
     text = begin(prompt, target, draft)
     context = text[:-1]
