@@ -268,7 +268,7 @@ class CachedLM:
         """Run the model once, on the cache as it is; return logits [1, keep, V]."""
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         if inputs.ndim > 2 and hasattr(self.model.get_decoder(), "embed_tokens_per_layer"):
-            raise InputError(f"expected ids for {type(self.model).__name__}, got embeddings alone")
+            raise InputError(f"expected layers fed by embeddings, got {type(self.model).__name__}")
         # Rows are given by index: transformers takes a count of 0 for all of them, and for a slice
         # PyTorch copies the LM head on a CPU in bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)

@@ -1,4 +1,4 @@
-"""Drafts of other shapes, and drafts that overflow.
+"""Drafts of other shapes, drafts that overflow, and targets that do.
 
 A draft may overflow: its guesses, chances and features are then no finite numbers. The output is
 the target's all the same, for each line of test_lossless.METHODS that drafts with a model, a layer
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cli.run import kind_for
-from common import Sampler
+from common import InputError, Sampler
 from helpers import tokens_of
 from support.engine import EngineLM
 from test_lossless import METHODS, PROMPT, autoregressive_text, chunks_of, model_of
@@ -43,6 +43,17 @@ def test_a_draft_model_that_overflows(name):
                 rng.choice(SPOIL)(logits)
             return logits
     check(name, Broken)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_target_that_overflows_is_refused(name):
+    """So is a model that writes in the target's place."""
+    class Broken(EngineLM):
+        def run_model(self, *args):
+            return super().run_model(*args) * (torch.nan if self.writes else 1)
+    target = kind_for(LINES[name].method, Broken)(model_of("llama"))
+    with pytest.raises(InputError, match="that are numbers, got others of LlamaForCausalLM"):
+        tokens_of(chunks_of(LINES[name], target, PROMPT, Broken), 8)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

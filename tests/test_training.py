@@ -15,10 +15,11 @@ from torch.optim import AdamW, adam
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common import InputError, autoregressive
-from families import FAMILIES, SCALED, tiny
+from families import FAMILIES, LOOKUPS, SCALED, tiny
 from helpers import interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
 from support.files import write_text, write_whole
+from survey.draft_verify import search
 from survey.masks import guess_answers
 from training import loop as training
 from support.settings import Settings, use_settings
@@ -406,6 +407,23 @@ def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, cap
 
 
 # ------------------------------------------------------------------------------------ the data
+
+SEARCH = "survey.draft_verify search"
+
+
+@pytest.mark.parametrize("family", LOOKUPS)
+@pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), SEARCH])
+def test_layers_that_look_up_embeddings_of_their_own(line, family, tmp_path):
+    """A training goes through or is refused in one line. What would feed masks is refused before
+    any answer is made."""
+    model, fed = tiny(family), line.startswith(("bita", "survey.masks"))
+    with pytest.raises(InputError, match="embeddings, got G") if fed else suppress(InputError):
+        if line == SEARCH:
+            search(model, WORDLESS, PROMPTS, out=tmp_path / "out", max_new_tokens=6)
+        else:
+            run(line, tmp_path, model)
+    assert not fed or not [*tmp_path.rglob("answers*")]
+
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path, monkeypatch):
