@@ -93,8 +93,9 @@ OTHERS = dict(  # their settings
     gptj=SPECIAL | GPT | dict(rotary_dim=4),
     codegen=SPECIAL | GPT | dict(rotary_dim=4),
     xglm=SPECIAL | dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4,
-                        max_position_embeddings=CONTEXT),
-    biogpt=SMALL | dict(hidden_size=32, intermediate_size=48, max_position_embeddings=CONTEXT),
+                        max_position_embeddings=CONTEXT, tie_word_embeddings=False),
+    biogpt=SMALL | dict(hidden_size=32, intermediate_size=48, max_position_embeddings=CONTEXT,
+                        tie_word_embeddings=False),
     falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT),
 )
 OTHERS = {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
