@@ -88,9 +88,10 @@ class Tuning(torch.nn.Module):
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
         lm = CachedLM(model)  # refuses layers without keys and values
-        lm.start([0])  # what one token leaves in the cache shows the size of keys and values
-        keys, values = lm.cache.layers[0]
-        if keys.shape != values.shape:
+        # What one embedding leaves in the cache shows the size of keys and values.
+        lm.forward(lm.weight[:1])
+        keys, *others = [x for rows in lm.cache.layers.values() for x in rows]
+        if any(x.shape != keys.shape for x in others):
             raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
         rng = torch.Generator().manual_seed(seed)
         size = len(lm.cache.layers), 2, keys.shape[1], P, keys.shape[3]

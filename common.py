@@ -137,10 +137,9 @@ def attention_mask(windows: dict, visible, row_places, slot_places, like: torch.
     row_places    [B, n], the positions of the rows; and slot_places [B, m], those of the slots
     returns       [B, 1, n, m], like `like`; for several kinds of layers a dictionary of masks
     """
-    masks, past = {}, row_places[..., None] - slot_places[:, None]  # how far before: [B, n, m]
-    for kind, window in windows.items():
-        seen = visible if window is None else visible & (past < window)
-        masks[kind] = torch.where(seen[:, None], 0.0, -torch.inf).to(like)
+    past = row_places[..., None] - slot_places[:, None]  # how far before a row: [B, n, m]
+    seen = {kind: visible & (past < (window or 10 ** 9)) for kind, window in windows.items()}
+    masks = {kind: torch.where(x[:, None], 0.0, -torch.inf).to(like) for kind, x in seen.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -208,11 +207,10 @@ class CachedLM:
     prefix = 0  # rows before the context. A subclass that has some overrides `layout`
 
     def __init__(self, model, vocab: int | None = None, cache: KVCache | None = None):
-        self.model, self.windows = model, windows_of(model)
+        self.model, self.windows, self.max_length = model, windows_of(model), context_length(model)
         self.cache = KVCache() if cache is None else cache
         if not set(self.windows) <= set(self.cache.KINDS):
             raise InputError(f"expected layers of {self.cache.KINDS}, got {[*self.windows]}")
-        self.max_length = context_length(model)
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
         self.vocab = min(vocab or len(self.weight), len(self.weight))
         self.length, self.parents, self.calls = 0, [], 0
@@ -269,6 +267,8 @@ class CachedLM:
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         """Run the model once, on the cache as it is; return logits [1, keep, V]."""
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+        if inputs.ndim > 2 and hasattr(self.model.get_decoder(), "embed_tokens_per_layer"):
+            raise InputError(f"expected layers fed by embeddings, got {type(self.model).__name__}")
         # Rows are given by index: transformers takes a count of 0 for all of them, and for a slice
         # PyTorch copies the LM head on a CPU in bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
@@ -345,9 +345,8 @@ class Sampler:
         return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1)
 
     def __call__(self, logits: torch.Tensor) -> list[int]:
-        if self.temperature == 0:
-            return logits.float().argmax(-1).tolist()  # argmax of bfloat16 is slow on a CPU
-        return self.draw(self.probs(logits)).tolist()
+        tokens = self.draw(self.probs(logits)) if self.temperature else logits.float().argmax(-1)
+        return tokens.tolist()  # the argmax is of float32, since that of bfloat16 is slow on a CPU
 
 
 greedy = Sampler(temperature=0)
@@ -366,6 +365,7 @@ def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
         raise InputError(f"expected a prompt of 1 or more token ids, got {str(prompt)[:60]}")
     if len({target, *drafts}) < 1 + len(drafts):
         raise InputError("expected a CachedLM of its own for each model, got one of them twice")
+    target.writes = True  # so EngineLM refuses logits of the target that are no numbers
     target.start(prompt[:-1], **options)
     for draft in drafts:
         if draft.vocab < target.vocab:

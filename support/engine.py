@@ -6,6 +6,7 @@
                         must give the logits of its paths
     grouped_attention   attention that does not copy the cache for each query head
 """
+import re
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
                           AutoTokenizer)
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from common import CachedLM, InputError, KVCache, windows_of
 from support.files import explain_errors
@@ -24,6 +25,8 @@ from support.recurrent import RecurrentCache
 
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
+# Parts of transformers that warn of a wrong tokenizer or configuration
+WARN = ("tokenization_utils_tokenizers", "configuration_utils", "modeling_rope_utils")
 
 
 def require(fits: bool, option: str, expected: str, got) -> None:
@@ -126,6 +129,7 @@ class EngineLM(CachedLM):
     dtype            the model's type, which must stay as it is
     """
     parts = None  # the features of each part of a text that `start` reads. None: it does not run
+    writes = False  # whether a method's text is made of its logits, as `begin` notes
 
     def __init__(self, model, vocab: int | None = None):
         super().__init__(model, vocab, make_cache(model))
@@ -144,6 +148,10 @@ class EngineLM(CachedLM):
     def forward(self, ids, parents: list[int] | None = None, **options) -> torch.Tensor:
         began = time.perf_counter()
         logits = super().forward(ids, parents, **options)
+        # A draft may overflow, since its guesses are only guesses. A token may have -inf.
+        if self.writes and not logits.amax(-1).isfinite().all():
+            raise InputError(f"expected logits that are numbers, got others of "
+                             f"{type(self.model).__name__} in {self.dtype}")
         if logits.is_cuda:
             torch.cuda.synchronize()
         self.passes.append((len(ids), len(logits), time.perf_counter() - began))
@@ -198,8 +206,9 @@ def make_cache(model) -> KVCache:
 
 
 def require_keys(model) -> None:
-    """Raise an InputError for a model with recurrent layers, if all layers must have keys."""
-    if type(make_cache(model)) is not KVCache:
+    """Raise an InputError for a model with recurrent layers, or with layers that share keys."""
+    shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
+    if shared or type(make_cache(model)) is not KVCache:
         raise InputError(f"expected layers that all have keys, got {type(model).__name__}")
 
 
@@ -216,21 +225,47 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "auto")
+    for name in WARN:  # also where all else is quiet, as on a command line
+        logging.get_logger(f"transformers.{name}").setLevel("WARNING")
     with explain_errors(f"a model directory or hub id that {device} can load as {dtype}", path):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **options)  # weights of a wrong size are reported below
         model.to(device)
-    # Scales that were not read are of quantised weights, which would be read as plain numbers.
-    scales = [name for name in found["unexpected_keys"] if "scale" in name.rpartition(".")[2]
-              and not hasattr(model, "is_quantized")]  # transformers marks what it can read
-    wrong = [*scales, *found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    if not hasattr(model, "is_quantized"):  # transformers marks what it can read
+        wrong += list_lost(model, found["unexpected_keys"])
     if wrong:  # what is missing would stay random, and the output would be garbage
-        raise InputError(f"expected all weights of {type(model).__name__}, got {str(path)!r} with "
-                         f"{len(wrong)} quantised, missing or of another size: {min(wrong)}")
+        raise InputError(f"expected all weights of {type(model).__name__} and no others, got "
+                         f"{str(path)!r} with {len(wrong)} quantised, missing, without a place or "
+                         f"of another size: {min(wrong)}")
     refuse_integers(model, path)
     return check(model), tokenizer
+
+
+def list_lost(model, names: set[str]) -> list[str]:
+    """List the tensors of a checkpoint that should change a model's output, and do not.
+
+    These are scales of quantised weights, LoRA, a bias where the model has none, and any part that
+    a layer of the model lacks. Other tensors are harmless: masks and rotary positions of old
+    versions, blocks that guess, layers after the last one, other heads, and models of images.
+
+    model   the model
+    names   the tensors that it has no place for
+    """
+    # Some checkpoints lack the prefix of the model without its LM head, as GPT-2's.
+    parts, lost = dict([*model.named_modules(), *model.base_model.named_modules()]), []
+    for name in names:
+        place, _, kind = name.rpartition(".")
+        layer = re.match(r".*?\.\d+(?=\.)", place)
+        lacks = layer is not None and layer[0] in parts
+        # A causal mask is called bias, too. It belongs to attention, which has no weight itself.
+        if place in parts:
+            lacks = len(parts[place]._parameters) > 0
+        if "lora_" in name or "scale" in kind or (lacks and kind in ("weight", "bias")):
+            lost.append(name)
+    return lost
 
 
 def refuse_integers(model, path: str) -> None:

@@ -267,8 +267,10 @@ def make_config(model, mlp: int = 0) -> LlamaConfig:
     """
     text, h = model.config.get_text_config(), model.get_input_embeddings().weight.shape[1]
     heads = text.num_attention_heads
-    return LlamaConfig(
-        hidden_size=h, intermediate_size=mlp or getattr(text, "intermediate_size", None) or 4 * h,
-        num_attention_heads=heads, num_key_value_heads=getattr(text, "num_key_value_heads", heads),
-        head_dim=getattr(text, "head_dim", None) or h // heads, num_hidden_layers=1,
-        rms_norm_eps=1e-5, max_position_embeddings=context_length(model))
+    with explain_errors("layers of one size", type(model).__name__):
+        return LlamaConfig(
+            hidden_size=h, num_attention_heads=heads, num_hidden_layers=1, rms_norm_eps=1e-5,
+            intermediate_size=mlp or getattr(text, "intermediate_size", None) or 4 * h,
+            num_key_value_heads=getattr(text, "num_key_value_heads", heads),
+            head_dim=getattr(text, "head_dim", None) or h // heads,
+            max_position_embeddings=context_length(model))

@@ -101,6 +101,7 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
     """
     E = depth_of(target.model) - depth_of(late.model)
     prompt = begin(prompt, early, taps=[E])  # so its features are the hidden states after layer E
+    early.writes, late.writes = False, True
     late.start(early.features)  # the late layers cache the context from its hidden states
     root = prompt[-1]
     while True:

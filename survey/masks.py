@@ -74,10 +74,10 @@ from typing import Iterator
 
 import bita
 from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
-from common import Sampler, begin, greedy, walk
+from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, Clock
-from support.engine import MODELS, EngineLM, require, require_keys
+from support.engine import MODELS, EngineLM, require
 from support.layers import move_counts
 from support.parts import load_trained, save_trained, score_with
 from support.settings import Pair
@@ -270,7 +270,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: the most tokens of an answer that have masks after them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
-    require_keys(model)  # one pass has many masks after the text
+    # One pass has many masks after the text, and a mask is only an embedding.
+    CachedLM(model).forward(model.get_input_embeddings().weight[:1])
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
     tuning = SpaceTuning(model, rank, seed)

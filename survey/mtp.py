@@ -100,6 +100,7 @@ class MTPBlock(Part):
         kinds = getattr(text, "layer_types", None) or []
         full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
         last = full[-1] if full else depth_of(model) - 1
+        EngineLM(model).forward(table.weight[:1])  # refuses layers that read more than embeddings
         # The model has 8 tokens, in whose place come the target's embeddings and LM head.
         self.lm = take_layers(model, [last], vocab_size=8, pad_token_id=None).float()
         self.config = self.lm.config

@@ -2,7 +2,9 @@
 
     FAMILIES       the families of most tests
     MORE_FAMILIES  families whose attention is peculiar, for what depends on attention
-    OTHERS         more families with recurrent layers, for the tests of trees and of AR
+    OTHERS         more families, for the tests of trees and of AR: with recurrent layers, and
+                   such that only the numbers of `check` admit
+    LOOKUPS        families whose layers look up embeddings of their own by the token
     SCALED         configurations whose logits are not what the LM head says
     tiny(family)   a random model of a family, prepared for EngineLM
     near(model)    a copy with noise in its weights, so a draft that is often right
@@ -69,6 +71,7 @@ MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
     "cohere2": Cohere2Config(**SHAPE, **WINDOWS),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
     **RECURRENT}
+GPT = dict(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
 OTHERS = dict(  # their settings
     qwen3_next=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
     qwen3_5_moe_text=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
@@ -87,9 +90,29 @@ OTHERS = dict(  # their settings
                         n_mamba_heads=8, mamba_headdim=8, chunk_size=16),
     mamba2=SMALL | dict(hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2,
                         conv_kernel=4, expand=2, chunk_size=16, max_position_embeddings=CONTEXT),
+    gptj=SPECIAL | GPT | dict(rotary_dim=4),
+    codegen=SPECIAL | GPT | dict(rotary_dim=4),
+    xglm=SPECIAL | dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4,
+                        max_position_embeddings=CONTEXT, tie_word_embeddings=False),
+    biogpt=SMALL | dict(hidden_size=32, intermediate_size=48, max_position_embeddings=CONTEXT,
+                        tie_word_embeddings=False),
+    falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT),
 )
 OTHERS = {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
           for name, settings in OTHERS.items()}
+TABLE = dict(**SHAPE | dict(num_hidden_layers=4, pad_token_id=0), hidden_size_per_layer_input=8,
+             vocab_size_per_layer_input=VOCAB, **WINDOWS | dict(layer_types=2 * WINDOWS[
+                 "layer_types"]))
+LOOKUPS = {  # the third one and the last share keys, and the heads of the fourth are of two sizes
+    "gemma4": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=8),
+    "gemma3n": AutoConfig.for_model("gemma3n_text", **TABLE, laurel_rank=8, num_kv_shared_layers=0,
+                                    activation_sparsity_pattern=[0.0] * 4),
+    "gemma4-shared": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=8,
+                                          num_kv_shared_layers=2),
+    "gemma4-sizes": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=16),
+    "gemma3n-shared": AutoConfig.for_model("gemma3n_text", **TABLE, laurel_rank=8,
+                                           num_kv_shared_layers=2,
+                                           activation_sparsity_pattern=[0.0] * 4)}
 SCALED = {  # whose logits are not what the LM head says
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
     "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
@@ -107,7 +130,7 @@ def tiny(family: str, seed: int = 0, **changes):
     changes  fields of the configuration that differ from the family's
 
     A model is made and checked once, and every call gets a copy, which takes less time."""
-    config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED)[family]
+    config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED | LOOKUPS)[family]
     config = type(config).from_dict({**config.to_dict(), **changes})
     key = config.to_json_string(), seed
     if key not in MADE:

@@ -17,7 +17,7 @@ from cli.run import Run
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids,
                     greedy, trie, until, walk)
 from fake_models import Zeros, path_to
-from families import CONTEXT, FAMILIES, MORE_FAMILIES, OTHERS, VOCAB, tiny
+from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, near, tiny
 from helpers import ROOT, prefill
 from laws import chi_square_ok
 from speculative import speculative
@@ -203,6 +203,34 @@ BEGIN = {  # with a CachedLM of a tiny Llama
 def test_what_no_method_can_begin_with(said):
     with pytest.raises(InputError, match=f"^(expected|--draft must) .*{said}"):
         next(BEGIN[said](EngineLM(tiny("llama", 3))))
+
+
+@pytest.mark.parametrize("run_as", [CachedLM, EngineLM, GraphedLM])
+@pytest.mark.parametrize("family", LOOKUPS)
+def test_layers_that_look_up_more_of_a_token_are_not_fed_its_embedding(family, run_as):
+    model = tiny(family)
+    lm, fresh = run_as(model), run_as(model)
+    with pytest.raises(InputError, match="fed by embeddings, got Gemma"):
+        lm.forward(model.get_input_embeddings()(torch.tensor([5, 7])))
+    torch.testing.assert_close(lm.forward([5, 7]), fresh.forward([5, 7]), **CLOSE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_of_the_target_that_are_no_numbers_are_refused(value):
+    """One embedding is spoiled, that of a token of the answer. A draft may be spoiled."""
+    good = tiny("llama")
+    text = [token for token, _ in zip(chunks(EngineLM(good), EngineLM(good)), range(9))]
+    bad = near(good, 0.0)
+    bad.get_input_embeddings().weight.data[text[4]] = value
+    assert [x for x, _ in zip(chunks(EngineLM(good), EngineLM(bad)), range(9))] == text
+    with pytest.raises(InputError, match="that are numbers, got others of LlamaForCausalLM"):
+        list(zip(chunks(EngineLM(bad), EngineLM(good)), range(9)))
+
+
+def chunks(target, draft):
+    """Yield the tokens of speculative decoding."""
+    for chunk in speculative(target, draft, [3, 9, 4]):
+        yield from chunk
 
 
 # ------------------------------------------------------------------------------------ sampling

@@ -1,6 +1,9 @@
 """These tests show which checkpoints can be used, and what is said of others. No code of a
 checkpoint runs, and no weight stays random."""
 import json
+import logging
+import re
+import runpy
 import shutil
 from argparse import Namespace
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ from cli.loading import encode_prompts, load_checked
 from common import InputError
 from families import tiny
 from helpers import ROOT, fork, script
-from support.engine import load, vocab_size
+from support.engine import list_lost, load, vocab_size
 
 
 @pytest.fixture
@@ -94,13 +97,18 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 TABLE = "model.embed_tokens.weight"
 WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
     (lambda x: change_weights(x, lambda w: {n: w[n] for n in w if "layers.1." not in n}),
-     "9 quantised, missing or of another size: model.layers.1.input_lay"),
+     "9 quantised, missing, without a place or of another size: model.layers.1.input_lay"),
     (lambda x: change_weights(x, lambda w: w | {TABLE: w[TABLE][:-3]}),
-     "1 quantised, missing or of another size: model.embed_tokens.weight"),
+     "1 quantised, missing, without a place or of another size: model.embed_tokens.weight"),
     # And leave an old causal mask of 8 bits, as checkpoints of GPT-2 do.
     (lambda x: change_weights(x, lambda w: w | {
         NAME: w[NAME].to(torch.int8), "attn.bias": torch.ones(3).byte()}),
      "not quantised, got .*: model.layers.0.mlp.up_proj.weight has integers of 8"),
+    (lambda x: change_weights(x, lambda w: w | {
+        NAME.replace("weight", "lora_A.weight"): torch.ones(2, 48)}),
+     "1 quantised, .*: model.layers.0.mlp.up_proj.lora_A.weight$"),
+    (lambda x: change_weights(x, lambda w: w | {NAME.replace("weight", "bias"): torch.ones(48)}),
+     "1 quantised, .*: model.layers.0.mlp.up_proj.bias$"),
     (lambda x: change_weights(x, lambda w: w | {f"{NAME}_scale": torch.ones(1)}),
      "1 quantised, .*: model.layers.0.mlp.up_proj.weight_scale$"),
     (cut_off, "not cut off or damaged, got .*model.safetensors"),
@@ -121,7 +129,63 @@ def test_what_is_wrong_with_a_directory_is_said(folder, damage, said):
             load(str(folder), "cpu", "float32")
 
 
+def stem_of(weights: dict) -> str:
+    """Return the name of a linear map in the first layer, without `.weight`."""
+    linear = r"(.*(layers|h)\.0\..*\.\w*(proj|attn|dense))\.weight"
+    return next(filter(None, (re.fullmatch(linear, name) for name in weights)))[1]
+
+
+# What is beside the weights of a linear map {stem} of an inner module {place}
+LOST = ["{stem}.lora_A.weight", "{stem}.lora_B.default.weight", "{stem}.weight_scale",
+        "base_model.model.{stem}.lora_A.weight", "{place}.another_norm.weight", "lm_head.bias"]
+HARMLESS = ["{place}.rotary_emb.inv_freq", "{place}.masked_bias", "mtp.layers.0.self_attn.q.weight",
+            "{after}.weight", "v_head.summary.weight", "model.visual.blocks.0.attn.qkv.bias"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "neox", "gemma3", "deepseek-v3", "lfm2",
+                                    "qwen3.5", "gptj", "falcon", "bamba"])
+def test_tensors_without_a_place_are_refused_if_a_layer_would_need_them(family, tmp_path):
+    """Each is refused by itself, with the prefix of the model inside and without. Those that other
+    programs and older versions leave are harmless."""
+    model = tiny(family)
+    weights = model.state_dict()
+    stem = stem_of(weights)
+    names = dict(stem=stem, place=stem.rpartition(".")[0], after=re.sub(r"\.0\.", ".61.", stem, 1))
+    lost = [name.format(**names) for name in LOST] + [f"{stem}.bias"]
+    lost = [name for name in lost if name not in weights]
+    harmless = [name.format(**names) for name in HARMLESS]
+    prefix = f"{model.base_model_prefix}."
+    assert sorted(list_lost(model, {*lost, *harmless})) == sorted(lost)
+    lost = [name.removeprefix(prefix) for name in lost]
+    harmless = [name.removeprefix(prefix) for name in harmless]
+    assert sorted(list_lost(model, {*lost, *harmless})) == sorted(lost)
+
+
+@pytest.mark.parametrize("name", ["transformer.h.0.attn.bias", "h.0.attn.bias",
+                                  "transformer.h.1.attn.masked_bias"])
+def test_causal_masks_of_old_checkpoints_are_no_bias(name):
+    assert list_lost(tiny("gptj"), {name}) == list_lost(tiny("gpt2"), {name}) == []
+
+
 # ----------------------------------------------------------------------------- its tokenizer
+
+def test_a_tokenizer_that_transformers_warns_of_is_told(folder, monkeypatch):
+    """It warns of one of more than 100,000 tokens. All else that it logs stays quiet."""
+    change_json(folder / "config.json", model_type="mistral", architectures=["MistralForCausalLM"],
+                transformers_version="4.50.0")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model["vocab"] |= {f"more{i}": i for i in range(len(model["vocab"]), 100_001)}
+    change_json(folder / "tokenizer.json", model=model)
+    change_weights(folder, lambda tensors: tensors | {"medusa_head.0.weight": torch.ones(4, 4)})
+    said = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    line = ["--target", str(folder), "--prompt", "Tom", "--max-new-tokens", "2"]
+    assert script("jacobi", *line) == 0
+    assert len(said) == 1 and "incorrect regex pattern" in said[0]
+
+
 
 def test_ids_with_gaps_lose_no_token():
     """A tokenizer of 40 entries whose largest id is 49, for models of 61 rows and of 45."""
@@ -220,3 +284,21 @@ def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, cha
     chat.eos_token = row.get("eos", "</s>")
     with pytest.raises(InputError, match=f"^--data must .*, got line 1: .*{said}"):
         encode_pair(embedded[0], chat, row | {"where": "line 1"}, False)
+
+
+# ----------------------------------------------------------------------------- its transformers
+
+@pytest.mark.parametrize("version, fits", [
+    ("4.57.0", False), ("5.4.0", False), ("5.16.9", False), ("5.17.0", True), ("5.23.0", True),
+    ("5.100.0.dev0", True), ("6.0", True)])
+def test_another_transformers_is_refused_when_support_is_imported(version, fits, monkeypatch):
+    """The line names both. Every command imports support/ before what other versions lack."""
+    monkeypatch.setattr("transformers.__version__", version)
+    if fits:
+        runpy.run_path(str(ROOT / "support/__init__.py"))
+        return
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_path(str(ROOT / "support/__init__.py"))
+    needed = re.search("transformers==(.*)", (ROOT / "requirements.txt").read_text())[1]
+    assert re.search(f"{needed}.* 5.17 at least, got transformers {version}", str(refused.value))
+    assert "\n" not in str(refused.value)

@@ -548,6 +548,18 @@ def test_a_draft_model_that_overflows(name):
     check_broken(METHODS[name](model_of("llama")), Broken)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_target_that_overflows_is_refused(name):
+    """So is a model that writes in the target's place."""
+    class Broken(EngineLM):
+        def run_model(self, *args):
+            return super().run_model(*args) * (torch.nan if self.writes else 1)
+    line = METHODS[name](model_of("llama"))
+    target = kind_for(line.method, Broken)(model_of("llama"))
+    with pytest.raises(InputError, match="that are numbers, got others of LlamaForCausalLM"):
+        tokens_of(chunks_of(line, target, PROMPT, Broken), 8)
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("name", [name for name in DRAFTING if name != "another_tokenizer"])
 def test_a_draft_with_tokens_that_the_target_lacks(name, temperature):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common import InputError, autoregressive
 from fake_cuda import FakeCuda
-from families import FAMILIES, SCALED, tiny
+from families import FAMILIES, LOOKUPS, SCALED, tiny
 from helpers import interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
 from support.files import write_text, write_whole
@@ -425,6 +425,17 @@ def test_a_training_runs_on_the_simulated_gpu(line, tmp_path):
 
 
 # ------------------------------------------------------------------------------------ the data
+
+@pytest.mark.parametrize("family", LOOKUPS)
+@pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), MEASURING[0]])
+def test_layers_that_look_up_embeddings_of_their_own(line, family, tmp_path):
+    """A training goes through or is refused in one line. What would feed masks is refused before
+    any answer is made."""
+    model, fed = tiny(family), line.startswith(("bita", "survey.masks"))
+    with pytest.raises(InputError, match="embeddings, got G") if fed else suppress(InputError):
+        run(line, tmp_path, model)
+    assert not fed or not [*tmp_path.rglob("answers*")]
+
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_path, monkeypatch):

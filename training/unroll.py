@@ -42,7 +42,7 @@ def read_target(model, taps: list[int] | None,
     """
     seen, last = [], []
     with tap_layers(model, taps, seen), tap_layers(model, None, last):
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        model.get_decoder()(input_ids=ids, use_cache=False)
     return torch.cat(seen, -1), last[0]
 
 
