@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -518,6 +519,15 @@ def stopping(n: int, number: int = signal.SIGINT):
         signal.raise_signal(number)
         yield from ()
     return stopped
+
+
+def test_a_command_line_may_run_in_a_thread(ask):
+    """Only the main thread of a process can set what a signal does."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(ask(*ONE, "--max-new-tokens", "2")))
+    thread.start()
+    thread.join()
+    assert [status for status, *_ in answers] == [0]
 
 
 @pytest.fixture
