@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 # Three kinds of settings change with the layers. Lists with an entry for each layer, such as
 # layer_types, need no names here, since their length tells. Ids of tokens may be as many by chance.
-NUMBERS = ("mlp_only_layers", "moe_layers", "attn_layer_indices")  # lists of the numbers of some layers
+NUMBERS = ("mlp_only_layers", "moe_layers", "attn_layer_indices")  # the numbers of some layers
 # How many of a model's first layers are of one kind:
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 

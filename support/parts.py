@@ -240,8 +240,8 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
 
     Most models have c = 1 and no cap. Then the logits are x itself. Granite and Cohere scale by c,
     and Gemma 2 has a cap. The cap is read from the config. The factor c has a different name in
-    each config, so it is measured in one pass over up to four tokens. It is the slope of the logits over
-    x, once the cap is undone.
+    each config, so it is measured in one pass over up to four tokens. It is the slope of the
+    logits over x, once the cap is undone.
 
     model    the model
     returns  a function from x to logits

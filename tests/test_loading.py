@@ -185,7 +185,7 @@ def test_tokens_without_embeddings_are_refused(embedded, chat):
 
 @pytest.mark.parametrize("template, said", [
     (None, "chat_template is not set"), ("{{ raise_exception('only\nwith tools') }}", "only with"),
-    ("{% for m in messages %}{{ m.content", "template that takes a prompt, as --chat .*: unexpected")])
+    ("{% for m in messages %}{{ m.content", "that takes a prompt, as --chat .*: unexpected")])
 def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
     chat.chat_template = template
     with pytest.raises(InputError, match=said) as refused:

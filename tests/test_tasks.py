@@ -95,7 +95,8 @@ NO_TEXT = 'no text under "prompt", "question" or first in "turns", only '
         ("prompt", ""), ("turns", []), ("turns", "ab"), ("turns", [{"role": "user"}]),
         ("turns", ["", "b"]), ("messages", TALK), ("conversations", []), ("text", "a"),
         ("instruction", "a")]),
-    (b'[{"prompt": "a"}]\n', "'list' object is not a mapping"), (b'[\n{"prompt": "a"}\n]', "line 1")])
+    (b'[{"prompt": "a"}]\n', "'list' object is not a mapping"),
+    (b'[\n{"prompt": "a"}\n]', "line 1")])
 def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data, said):
     file = tmp_path / "prompts"
     file.write_bytes(data)
