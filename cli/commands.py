@@ -169,7 +169,7 @@ def require_texts(fields: dict, rendered: str) -> None:
 
 
 def list_texts(value) -> list[str]:
-    """List the texts in a value, except roles, and the ids and the types of tool calls."""
+    """Return the texts in a value, but no role, and no id or type of a tool call."""
     if isinstance(value, dict):
         value = [x for name, x in value.items() if name not in ("role", "id", "type")]
     if isinstance(value, list):

@@ -106,7 +106,7 @@ def ask_hub(path: str, names: Sequence[str]) -> None:
     transformers would try to reach it for a minute, or would say that it has no such files.
 
     path    a directory or hub id
-    names   files, of which one in the cache is enough
+    names   files of it. One of them in the cache is enough
     """
     with explain_errors("a hub id that can be reached, as there is no such directory", path):
         if not (Path(path).exists() or any(hub.try_to_load_from_cache(path, x) for x in names)):
