@@ -434,8 +434,10 @@ def load_tuning(path: str, model) -> Tuning:
         if header["kind"] != Tuning.title:
             raise ValueError(f"it is one of {header['kind']}")
         # The file has some numbers of its model's embeddings, less their mean: every 16th of the
-        # first 1,024 tokens, 64 numbers of each. The cosine of two models trained apart is near 0.
-        here = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
+        # first 1,024 tokens, 64 numbers of each. If there are 16 tokens or fewer, it has all of
+        # them. The cosine of two models trained apart is near 0.
+        table = model.get_input_embeddings().weight
+        here = table[:1024:16 if len(table) > 16 else 1, :64].detach().float().cpu()
         some = tensors.pop("model").flatten()
         if F.cosine_similarity(some, (here - here.mean(0)).flatten(), 0) < 0.5:
             raise ValueError("it was made for another model")

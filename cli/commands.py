@@ -20,13 +20,13 @@ from transformers.utils import chat_template_utils
 
 import cli.main
 from cli.files import read_lines
-from cli.loading import encode_prompts
+from cli.loading import encode_prompts, load_checked
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
                          read_ranges, select_options)
 from cli.run import count_guesses
-from common import InputError, eos_ids, until
+from common import eos_ids, until
 from support.engine import require
-from support.files import check_result, explain
+from support.files import check_result, explain_errors
 from support.settings import Pair, Settings, use_settings
 
 # The date that chat templates write into what a command learns from. With the date of the day a
@@ -93,7 +93,9 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
     """
     vocab = len(model.get_input_embeddings().weight)
     messages = row.get("messages")
-    try:
+    # A template and a tokenizer raise errors of any kind.
+    with explain_errors("prompts and answers in --data that the model's tokenizer takes",
+                        row["where"]):
         if messages is None:
             prompt, answer = row["prompt"], row["answer"]
             if not prompt or not answer:
@@ -110,9 +112,6 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
         wrong = {*prompt, *answer} - {*range(vocab)}
         if wrong:
             raise ValueError(f"the model has tokens from 0 to {vocab - 1}, and not {min(wrong)!r}")
-    except Exception as error:  # a template and a tokenizer raise errors of any kind
-        raise InputError("--data must hold prompts and answers that the model's tokenizer takes, "
-                         f"got {row['where']}: {explain(error)}") from error
     return prompt, answer
 
 
@@ -136,8 +135,8 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
     tools    what the assistant may call
     returns  the text up to the answer, and the answer with all that the template adds to it
     raises   ValueError if the messages do not end so, or if the template leaves out a text of the
-             answer or begins answers in two ways. What it leaves out of the messages before, it
-             leaves out of a prompt as well
+             answer or any tool call, or begins answers in two ways. What else it leaves out of the
+             messages before, it leaves out of a prompt as well
     """
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError("its messages are not two or more, with the assistant's at the end")
@@ -150,11 +149,32 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
     if begin and "think" not in begin:
         raise ValueError(f"the chat template begins answers with {begin!r}, but not this one")
     answer = whole[len(prompt):]
-    letters = "".join(answer.split())  # some templates change blanks
-    for name, value in messages[-1].items():
-        if name != "role" and isinstance(value, str) and "".join(value.split()) not in letters:
-            raise ValueError(f"the chat template leaves out {name!r}")
+    require_texts(messages[-1], answer)
+    require_texts({"tool_calls": [message.get("tool_calls") for message in messages]}, whole)
     return prompt, answer
+
+
+def require_texts(fields: dict, rendered: str) -> None:
+    """Raise a ValueError that names a field of a message if the chat template leaves it out.
+
+    fields    values by name, texts or what has texts in it, such as calls of tools
+    rendered  what the template made of the message
+    """
+    letters = "".join(rendered.split())  # some templates change blanks
+    for name, value in fields.items():
+        for text in list_texts({name: value}):
+            forms = text, json.dumps(text, ensure_ascii=False)[1:-1]  # calls are often JSON
+            if not any("".join(form.split()) in letters for form in forms):
+                raise ValueError(f"the chat template leaves out {name!r}")
+
+
+def list_texts(value) -> list[str]:
+    """Return the texts in a value, but no role, and no id or type of a tool call."""
+    if isinstance(value, dict):
+        value = [x for name, x in value.items() if name not in ("role", "id", "type")]
+    if isinstance(value, list):
+        return [text for x in value for text in list_texts(x)]
+    return [value] if isinstance(value, str) else []
 
 
 # ---------------------------------------------------------------------------------- the steps
@@ -173,7 +193,7 @@ def perform_command(command, argv: list[str], kept: str) -> int | None:
         check_result("out", options["out"], kept)
         require(options.get("work") != options["out"], "work", "another place than --out",
                 repr(str(options["out"])))
-    model, tokenizer = cli.main.load_model(args.target, args)
+    model, tokenizer = load_checked(args.target, args.device, args.dtype)
     if "prompts" in args:
         options["prompts"], settings["pairs"] = encode_data(model, tokenizer, args)
     with use_settings(Settings(**settings)):

@@ -34,26 +34,31 @@ def read_lines(path: str | Path, parse: Callable, expected: str) -> list[dict]:
     returns   the dictionary of each line, to which "where" is added: the file and the line's number
     raises    ArgumentTypeError, a line that argparse prints
     """
-    rows, where = [], repr(str(path))
+    rows, where = [], str(path)
     try:
+        if Path(path).suffix.lower() in (".csv", ".tsv"):
+            raise ValueError("a table, which has a header and columns")
         text = Path(path).read_text(encoding="utf-8-sig")
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                where = f"{str(path)!r}, line {number}"
-                rows.append(parse(line) | {"where": where})
+                where = f"{path}, line {number}"
+                rows.append({**parse(line), "where": where})  # a list is no mapping
         if not rows:
             raise ValueError("nothing is in it")
     except Exception as error:  # json and a line of another form raise errors of many kinds
-        raise ArgumentTypeError(f"expected {expected}, got {where}: {explain(error)}") from error
+        raise ArgumentTypeError(f"expected {expected}, got {where!r}: {explain(error)}") from error
     return rows
 
 
 def parse_row(line: str) -> dict:
     """Return what a line of a file of prompts says; an error if it has no prompt."""
-    if not line.lstrip().startswith("{"):
+    text = line.strip()
+    if text != "[" and not text.startswith(("{", "[{")):  # with [ a list of dictionaries begins
         return {"prompt": line}
-    row = json.loads(line.strip())
-    prompt = row.get("prompt") or row.get("question") or row["turns"][0]
+    row = {**json.loads(text)}
+    turns = row.get("turns")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    prompt = row.get("prompt") or row.get("question") or first
     if not isinstance(prompt, str) or not prompt:
-        raise ValueError('no text under "prompt", "question" or "turns"')
+        raise ValueError(f'no text under "prompt", "question" or first in "turns", only {[*row]}')
     return row | {"prompt": prompt}

@@ -2,14 +2,14 @@
 
 `load` of support/engine.py says what transformers says. Here a directory that could not be loaded
 is looked at, so that its user learns which file is wrong and what to do about it."""
+import sys
 from pathlib import Path
 
-from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import safe_open
 
 from common import InputError
 from support.engine import load
-from support.files import check_file, explain_errors, shorten
+from support.files import ask_hub, check_file, explain_errors
 
 # --------------------------------------------------------------------------------- the files
 
@@ -17,18 +17,16 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     """Load a model and its tokenizer, and say in one line which file is wrong where one is.
 
     path, device, dtype   as `load` takes them
-    returns               the model and its tokenizer; InputError for what cannot be used
+    returns               the model and its tokenizer; InputError for what cannot be used. If the
+                          model is on a GPU, a line says on which
     """
     folder = Path(path)
     if (folder / "adapter_config.json").exists():  # transformers may load it, or may ignore it
         raise InputError(f"expected a whole model, got {path!r} with adapter_config.json: a LoRA "
                          "adapter must be merged into its base model first")
-    if not folder.exists():
-        with explain_errors("a hub id that can be reached, as there is no such directory", path):
-            if not try_to_load_from_cache(path, "config.json"):
-                get_session().head(constants.ENDPOINT, timeout=9)  # offline, `load` tries a minute
+    ask_hub(path, ["config.json"])
     try:
-        return load(path, device, dtype)
+        model, tokenizer = load(path, device, dtype)
     except InputError as error:
         if "trust_remote_code" in str(error.__cause__):  # whole: the error's own text is cut
             raise InputError("expected a model that needs no code of its own, which is never run "
@@ -38,6 +36,10 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
                 check_file(file)
                 safe_open(file, "pt")  # it reads where each tensor lies
         raise
+    if model.device.type != "cpu":
+        print(f"{path} on {model.device} in {str(model.dtype).removeprefix('torch.')}",
+              file=sys.stderr)
+    return model, tokenizer
 
 
 # ------------------------------------------------------------------------------- the prompts
@@ -57,23 +59,14 @@ def encode_prompts(model, tokenizer, texts: list[str], chat: bool) -> list[list[
         if set(ids) <= set(tokenizer.all_special_ids):
             raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
         if chat:
-            ids = tokenizer.encode(fill_template(tokenizer, text), add_special_tokens=False)
+            with explain_errors("a chat template that takes a prompt, as --chat needs one",
+                                tokenizer.name_or_path):  # a program of somebody else's
+                text = tokenizer.apply_chat_template([{"role": "user", "content": text}],
+                                                     tokenize=False, add_generation_prompt=True)
+            ids = tokenizer.encode(text, add_special_tokens=False)
         if max(ids) >= rows:
             token = tokenizer.convert_ids_to_tokens(max(ids))
             raise InputError(f"expected tokens that the model has embeddings for, {rows} of them, "
                              f"got {token!r} with id {max(ids)}")
         found.append(ids)
     return found
-
-
-def fill_template(tokenizer, text: str) -> str:
-    """Put a prompt into the chat template, as the message of a user.
-
-    raises   InputError where there is no template, or where it does not take the prompt
-    """
-    try:
-        return tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                             add_generation_prompt=True)
-    except Exception as error:  # a template is a program of somebody else's
-        raise InputError("--chat must find a chat template that takes a prompt, but the model's "
-                         f"says: {shorten(error) or type(error).__name__}") from error

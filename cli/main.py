@@ -16,11 +16,10 @@ import signal
 import sys
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Callable, Container, Iterator
+from typing import Callable, Container, Iterator, NamedTuple
 
 from huggingface_hub.utils import logging as hub
 from safetensors import SafetensorError
@@ -38,8 +37,7 @@ from support.files import check_result, shorten, write_text
 from support.packed import pack
 
 
-@dataclass
-class Extras:
+class Extras(NamedTuple):
     """What a method file may add to its methods.
 
     lossy     methods whose output may differ from autoregressive text, so --compare only warns
@@ -51,24 +49,15 @@ class Extras:
     graphs    whether the methods can run by CUDA graphs
     """
     lossy: Container = ()
-    viewers: dict = field(default_factory=dict)
-    shared: dict[str, Callable] = field(default_factory=dict)
-    ranges: dict[str, list] = field(default_factory=dict)
+    viewers: dict = {}
+    shared: dict[str, Callable] = {}
+    ranges: dict[str, list] = {}
     target: str = "target"
     commands: tuple = ()
     graphs: bool = True
 
 
 # -------------------------------------------------------------------------------- the models
-
-def load_model(path: str, args: Namespace) -> tuple:
-    """Load a model and its tokenizer as the options say. If it is on a GPU, say on which."""
-    model, tokenizer = load_checked(path, args.device, args.dtype)
-    if model.device.type != "cpu":
-        print(f"{path} on {model.device} in {str(model.dtype).removeprefix('torch.')}",
-              file=sys.stderr)
-    return model, tokenizer
-
 
 def load_models(args: Namespace, method) -> dict[str, tuple]:
     """Load the target and as many drafts as the method takes.
@@ -85,7 +74,7 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
     if "draft" in takes:
         paths += given or [f"{MODELS}/draft"]
     names = ["target", "draft", *(f"draft {n}" for n in range(2, len(paths)))]
-    models = {name: load_model(path, args) for name, path in zip(names, paths)}
+    models = {name: load_checked(path, args.device, args.dtype) for name, path in zip(names, paths)}
     vocabularies = [tokenizer.get_vocab() for _, tokenizer in models.values()]
     if "tokenizers" not in takes and any(x != vocabularies[0] for x in vocabularies):
         raise InputError("expected a draft with the target's tokenizer, got another vocabulary; "
@@ -148,11 +137,9 @@ class Session:
         options  the method's own options that were given
         """
         takes = signature(method).parameters
-        names = [name for name in self.models if name == "target" or "draft" in takes]
-        kinds = {"target": kind_for(method, self.run_as)}
-        lms = {name: kinds.get(name, self.run_as)(
-            self.models[name], vocab_size(self.models[name], self.tokenizers[name]))
-            for name in names}
+        lms = {name: kind_for(method, self.run_as, name)(
+            model, vocab_size(model, self.tokenizers[name]))
+            for name, model in self.models.items() if name == "target" or "draft" in takes}
         filled = {name: make() for name, make in self.shared.items()}
         filled |= {"eos": self.eos, "tokenizers": [*self.tokenizers.values()],
                    "more_drafts": [*lms.values()][2:]}
@@ -198,12 +185,6 @@ class Session:
                 print(self.report(run) + doubt, file=sys.stderr)
         return run
 
-    def write_trace(self) -> None:
-        """Write the page of --trace. If nothing was decoded, an older page stays as it is."""
-        if any(run["rounds"] for run in self.traced):
-            write_text(self.args.trace, make_page(self.traced, self.tokenizers))
-            print(f"trace: {self.args.trace.resolve()}", file=sys.stderr)
-
 
 def explain_slowdown(run: Run, ar: Run) -> str:
     """Say in a line what makes a run slower than token by token decoding.
@@ -230,8 +211,7 @@ def compare(session: Session, run: Run, lossy: Container) -> int:
     lossy    methods whose outputs may differ
     returns  1 where the greedy output of a lossless method differs in float32, else 0
     """
-    target = session.models["target"]
-    session.models["target"] = run.models["target"].memo.get("writer", target)
+    session.models["target"] = run.models["target"].memo.get("writer", session.models["target"])
     ar = session.decode(autoregressive, {})
     figures = str(ar)  # now: the search for a difference makes more calls
     exact = session.args.temperature == 0 and run.method not in lossy
@@ -281,8 +261,10 @@ def perform(methods: list, report, argv: list[str] | None, extras: Extras) -> in
     try:
         run = session.decode(method, options, viewers.get(method, stream))
         return compare(session, run, extras.lossy) if args.compare else 0
-    finally:  # also after Ctrl-C
-        session.write_trace()
+    finally:  # also after Ctrl-C. If nothing was decoded, an older page stays as it is
+        if any(run["rounds"] for run in session.traced):
+            write_text(args.trace, make_page(session.traced, session.tokenizers))
+            print(f"trace: {args.trace.resolve()}", file=sys.stderr)
 
 
 PIPE = getattr(signal, "SIGPIPE", signal.SIGTERM)  # Windows has none
@@ -306,8 +288,9 @@ def run_script(act: Callable[[], int | None]) -> int:
     logging.set_verbosity_error()
     hub.set_verbosity_error()  # offline it would print two lines for each of its attempts
     logging.disable_progress_bar()
-    signal.signal(PIPE, signal.SIG_IGN)  # so that print raises BrokenPipeError
-    signal.signal(signal.SIGTERM, stop)
+    with suppress(ValueError):  # only the main thread of a process can set what a signal does
+        signal.signal(PIPE, signal.SIG_IGN)  # so that print raises BrokenPipeError
+        signal.signal(signal.SIGTERM, stop)
     try:
         return act() or 0
     except BrokenPipeError:  # as of `| head`, which asks for no more words
@@ -321,7 +304,8 @@ def run_script(act: Callable[[], int | None]) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 128 + (stopped.args or [signal.SIGINT])[0]
     finally:
-        signal.signal(PIPE, signal.SIG_DFL)  # what is still to be printed may end the process
+        with suppress(ValueError):
+            signal.signal(PIPE, signal.SIG_DFL)  # what is still to be printed may end the process
 
 
 def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None,

@@ -60,10 +60,8 @@ def read_ranges(function) -> dict[str, str]:
 
 def fits(value: float, words: str) -> bool:
     """Tell whether a value is in a range that `read_ranges` found; nan is in none."""
-    least, *most = map(float, re.findall(r"[\d.]*\d", words))
-    if words.startswith("above"):
-        return value > least
-    return least <= value <= (most[0] if most else math.inf)
+    least, most = [*map(float, re.findall(r"[\d.]*\d", words)), math.inf][:2]
+    return least <= value <= most and (value > least or not words.startswith("above"))
 
 
 def write_option(name: str) -> str:
@@ -125,7 +123,9 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
         help="sample from the K likeliest tokens, 0: from all (default: 0)")
     add("--top-p", type=float, default=1.0, metavar="P",
         help="sample from the likeliest tokens, which have probability P together (default: 1)")
-    add("--seed", type=int, default=0, metavar="N", help="another seed, other samples (default: 0)")
+    add("--seed", type=int, default=0, metavar="N",
+        help="another seed, other samples (default: 0). A method that chooses its trees by the "
+             "clock repeats them only with --nodes N (sequoia: --depth N as well; space: --k N)")
     add("--graphs", action=BooleanOptionalAction,
         help="run models by CUDA graphs, which saves launches (default: on a GPU)")
     add("--pack", action=BooleanOptionalAction, default=True,

@@ -7,14 +7,15 @@ from common import Sampler, until
 from support.engine import EngineLM
 
 
-def kind_for(method, run_as: type[EngineLM]) -> type[EngineLM]:
-    """Return the kind of CachedLM that a method's target runs as.
+def kind_for(method, run_as: type[EngineLM], name: str = "target") -> type[EngineLM]:
+    """Return the kind of CachedLM that a model of a method runs as.
 
     method   the method. bita.py, for one, asks for a target of its own kind, a PrefixLM
     run_as   what any model runs as
+    name     "target", "draft", "draft 2", …
     returns  `run_as`, with all that the method's own kind adds
     """
-    own = method.__annotations__.get("target", run_as)
+    own = method.__annotations__.get(name, run_as)
     return run_as if issubclass(run_as, own) else type(own.__name__, (own, run_as), {})
 
 

@@ -30,10 +30,11 @@ def set_encodings() -> None:
 def read_arguments(given: list[str]) -> list[str]:
     """Return the texts of --prompt, among which "-" stands for standard input.
 
-    Standard input is UTF-8 and may begin with a byte order mark. UnicodeError if it is not UTF-8.
+    Standard input is UTF-8, may begin with a byte order mark, and may have the line ends of any
+    system. UnicodeError if it is not UTF-8.
     """
     if "-" in given:
-        sys.stdin.reconfigure(encoding="utf-8-sig")
+        sys.stdin.reconfigure(encoding="utf-8-sig", newline=None)  # None: each line end becomes \n
     return [sys.stdin.read() if text == "-" else text for text in given]
 
 

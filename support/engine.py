@@ -233,6 +233,10 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **options)  # weights of a wrong size are reported below
         model.to(device)
+        listed = model.generation_config.eos_token_id  # which transformers does not check
+        kinds = {*map(type, listed if isinstance(listed, list) else [listed])}
+        if not kinds <= {int, type(None)}:
+            raise ValueError(f"eos_token_id must be a token's id or a list of ids, not {listed!r}")
     wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
     if not hasattr(model, "is_quantized"):  # transformers marks what it can read
         wrong += list_lost(model, found["unexpected_keys"])
@@ -291,7 +295,8 @@ def check(model, run_as: type[EngineLM] = EngineLM):
     """Refuse a model for which a tree gives other logits than each of its paths by itself.
 
         d b c     e ─┬─ c ── d     a to e are five ordinary tokens from the middle of the
-        context      └─ a ── b     vocabulary, since the first ones are often special
+        context      └─ a ── b     vocabulary, since the first ones are often special. A very
+                                   small vocabulary gives some of them twice
 
     Models whose attention takes more than a mask and positions (BLOOM, MPT) fail this check.
     Settings that ask for other outputs than logits are changed.
@@ -305,7 +310,7 @@ def check(model, run_as: type[EngineLM] = EngineLM):
     for config in (model.eval().config, model.config.get_text_config()):
         config.update({"return_dict": True, "output_router_logits": False})  # only logits are read
     weight = model.get_input_embeddings().weight
-    a, b, c, d, e = (len(weight) // 2 + i for i in range(-2, 3))
+    a, b, c, d, e = ((len(weight) // 2 + i) % len(weight) for i in range(-2, 3))
     paths = torch.tensor([[d, b, c, e, c, d], [d, b, c, e, a, b]], device=weight.device)
     with explain_errors("a model that takes positions, a mask and a cache", type(model).__name__):
         alone = model(input_ids=paths, use_cache=False).logits[:, 3:].float().flatten(0, 1)

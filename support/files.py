@@ -5,6 +5,7 @@
     write_text     does the same with a text
     save_model     does the same with a model and its tokenizer
     check_file     refuses a pointer of git-lfs that lies in the place of the file itself
+    ask_hub        refuses a hub id whose files are not here, if the hub cannot be reached
     shorten        puts an error or a message on one short line
     explain        does the same with an error that a reader of a file has raised
     explain_errors  names the file in one line, in place of any error in reading or writing it
@@ -14,9 +15,12 @@
 import json
 import os
 import re
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
+
+from transformers.utils import hub
 
 from common import InputError
 
@@ -49,7 +53,9 @@ def check_result(option: str, path: Path, begins: str = PAGE) -> None:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file or a folder beside its place, and move it there once it is whole.
 
-    A writer that fails or is interrupted, as by a full disk, leaves what was there before.
+    A writer that fails or is interrupted, as by a full disk, leaves what was there before. A file
+    that is replaced keeps its mode. A new one gets that of any new file, since some writers let
+    nobody else read theirs.
 
     path    the file or folder to make. The folders above it are made
     write   a function that makes the file or the folder at the path that it is given
@@ -58,6 +64,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".new-{path.name}")
     write(fresh)
+    usual = os.umask(0)  # which can only be read by setting it
+    os.umask(usual)
+    for file in filter(Path.is_file, [fresh, *fresh.rglob("*")]):
+        file.chmod(path.stat().st_mode if path.is_file() else 0o666 & ~usual)
     os.replace(fresh, path)
 
 
@@ -88,6 +98,19 @@ def check_file(path: str | Path) -> None:
         if file.read(30).startswith(b"version https://git-lfs"):
             raise ValueError(f"{Path(path).name} is a pointer of git-lfs, not the file itself: git "
                              "lfs pull")
+
+
+def ask_hub(path: str, names: Sequence[str]) -> None:
+    """Raise an InputError if a hub id's files are not here, and the hub cannot be reached.
+
+    transformers would try to reach it for a minute, or would say that it has no such files.
+
+    path    a directory or hub id
+    names   files of it. One of them in the cache is enough
+    """
+    with explain_errors("a hub id that can be reached, as there is no such directory", path):
+        if not (Path(path).exists() or any(hub.try_to_load_from_cache(path, x) for x in names)):
+            hub.get_session().head(hub.constants.ENDPOINT, timeout=9)
 
 
 def shorten(said, most: int = 300) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 # Three kinds of settings change with the layers. Lists with an entry for each layer, such as
 # layer_types, need no names here, since their length tells. Ids of tokens may be as many by chance.
-NUMBERS = ("mlp_only_layers", "moe_layers")  # lists of the numbers of some layers
+NUMBERS = ("mlp_only_layers", "moe_layers", "attn_layer_indices")  # the numbers of some layers
 # How many of a model's first layers are of one kind:
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
@@ -142,7 +142,8 @@ def split_layers(target: EngineLM, E: int, adapter: torch.nn.Module | None = Non
     with explain_errors("a model that can be split after any layer", type(model).__name__):
         parts = view(model, 0, E, adapter), view(model, E, L)
         whole, early, late = (type(target)(x, target.vocab) for x in (model, *parts))
-        ids, parents = [3, 1, 2, 0, 3], [-1, 0, 0, 1, 2]  # a tree, so masks are checked too
+        # A tree, so masks are checked too. The smallest vocabularies have only some of its tokens.
+        ids, parents = [x % whole.vocab for x in (3, 1, 2, 0, 3)], [-1, 0, 0, 1, 2]
         right = whole.forward(ids, parents).float()
         early.taps = [E]
         early.forward(ids, parents)

@@ -35,9 +35,12 @@ def some_embeddings(model) -> torch.Tensor:
     The mean is taken off because the embeddings of two models can be alike in their mean alone.
 
     returns  float32 [64, 64], or less of a small model: every 16th of the first 1,024 tokens, and
-             the first 64 numbers of each
+             the first 64 numbers of each. All tokens if they are 16 or fewer, since one token less
+             the mean would be 0
     """
-    some = model.get_input_embeddings().weight[:1024:16, :64].detach().float().cpu()
+    table = model.get_input_embeddings().weight
+    step = 16 if len(table) > 16 else 1
+    some = table[:1024:step, :64].detach().float().cpu()
     return some - some.mean(0)
 
 
@@ -237,15 +240,15 @@ def logits_of(model) -> Callable[[torch.Tensor], torch.Tensor]:
 
     Most models have c = 1 and no cap. Then the logits are x itself. Granite and Cohere scale by c,
     and Gemma 2 has a cap. The cap is read from the config. The factor c has a different name in
-    each config, so it is measured in one pass over four tokens. It is the slope of the logits over
-    x, once the cap is undone.
+    each config, so it is measured in one pass over up to four tokens. It is the slope of the
+    logits over x, once the cap is undone.
 
     model    the model
     returns  a function from x to logits
     """
     lm = EngineLM(model)
     lm.start([])
-    logits = lm.forward(range(4)).float()
+    logits = lm.forward(range(min(4, lm.vocab))).float()
     x = model.get_output_embeddings()(lm.features).float()
     # A model without a cap has cap = 1e9 here. The formula then gives c x, and c x is computed.
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 1e9

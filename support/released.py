@@ -18,7 +18,7 @@ from typing import Callable, Sequence
 
 from common import InputError, context_length
 from support.engine import depth_of, require
-from support.files import check_file, explain_errors, read_json
+from support.files import ask_hub, check_file, explain_errors, read_json
 from support.layers import choose_taps, make_config, tap_widths
 from support.packed import plain
 from support.parts import Part, belongs, fill, load_trained, match_type, some_embeddings
@@ -99,6 +99,7 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
     returns  its settings, and its tensors by name, without a leading "model.". InputError if a file
              is missing or damaged, and for a head of another kind
     """
+    ask_hub(path, WEIGHTS)
     with explain_errors("a trained file, or a directory or hub id with config.json and weights",
                         path):
         config, tensors = read_files(path)

@@ -108,7 +108,7 @@ def without(model, skipped: dict[str, list[int]] | tuple):
             places.append((layer, name))
     # Whether a block gives a tensor or a tuple differs by family. So each block runs once, on one
     # token, and is replaced then.
-    new(input_ids=torch.tensor([[3]], device=new.device), use_cache=False)
+    new(input_ids=torch.tensor([[0]], device=new.device), use_cache=False)
     for layer, name in places:
         layer._modules[name] = Skipped(outputs[layer._modules[name]])
     return new

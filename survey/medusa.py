@@ -277,7 +277,8 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
     clock = target.once(Clock, target, of=(trained, nodes))
     while True:
         # A plan has no tokens, which differ in each round. The clock chooses it (Section 2.3.3).
-        tree = clock.choose(lambda: list_sizes(learnt.rates(), trained.K, nodes))
+        ranks = learnt.rates()[:len(trained.vocab)]  # all of a head that knows only a few tokens
+        tree = clock.choose(lambda: list_sizes(ranks, trained.K, nodes))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
         ids = fill_tree(trained, target, f, root, tree)

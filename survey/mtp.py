@@ -265,9 +265,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              guesses in training
     batch:   how many answers a step learns from
     """
+    draft = MTPBlock(model, seed)  # it refuses a model that does not fit, before any answer is made
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens, most=50)
-    draft = MTPBlock(model, seed)
     if vocab:
         draft.keep(find_frequent(data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())

@@ -222,6 +222,7 @@ MUTANTS = {
         ("if found != kind:", "if not found:", "a file of another kind passes"),
         ('if not belongs(tensors.pop("model"), model):', 'if not tensors.pop("model").any():',
          "another model's file passes"),
+        ("step = 16 if len(table) > 16 else 1", "step = 16", "few tokens have no fingerprint"),
         ("if wanted or given", "if wanted.keys() ^ given.keys()", "tensors of another shape pass"),
         ("() and x.float().isfinite().all()", "()", "a nan passes")],
     "support/released.py": [
@@ -245,7 +246,9 @@ MUTANTS = {
         ("if not loss.isfinite():", "if loss.isinf():", "a loss of nan goes on")],
     "support/files.py": [
         ('if begins == "" or not', "if False and not", "a file of the user is lost"),
-        ("    write(fresh)\n    os", "    write(path)\n    os", "half a file takes the place")],
+        ("    write(fresh)\n    usual", "    write(path)\n    usual",
+         "half a file takes the place"),
+        ("path.stat().st_mode if path.is_file() else ", "", "a new page has another mode")],
     "models/train.py": [
         ("target_read,\n                                   read",
          "read,\n                                   target_read", "target and draft are swapped")],
@@ -254,6 +257,7 @@ MUTANTS = {
         ('if "ORDER BY" not in query:', "if True:", "the order of rows never counts"),
         ("subprocess.TimeoutExpired:", "KeyError:", "a function that runs for ever is an error")],
     "cli/commands.py": [
+        ("if isinstance(value, list):", "if False:", "calls of tools may be left out"),
         ("if len(messages) < 2 or messages", "if messages", "an answer to nothing is learnt"),
         ("ended, len(answer) + 1", "ended, len(answer)", "an answer that is learnt does not end")],
     "cli/graphs.py": [

@@ -4,11 +4,13 @@ import contextlib
 import importlib
 import io
 import json
+import random
 import re
 import shlex
 import shutil
 import signal
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +174,32 @@ def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
     assert outs[0] == outs[1] and len({*outs}) > 1
     _, out, err = ask(*ONE, *ONE, *how, "--seed", "1", "--compare")
     assert out == outs[0] + outs[0] and "outputs may differ" in err
+
+
+CLOCKS = [*(f"survey.{name} --nodes 6" for name in ("eagle", "eagle3", "mtp", "medusa", "dflash",
+                                                    "rest", "recycling", "sequoia --depth 3")),
+          "hybrid.hybrid --nodes 6", "survey.masks --method space --k 2"]
+
+
+@pytest.mark.parametrize("line", CLOCKS)
+def test_samples_are_those_of_the_seed_whatever_the_clock_says(line, ask, monkeypatch):
+    """If the options are given that --help of --seed names, for methods that choose by the clock.
+    """
+    file, *argv = line.split()
+    outs, now = set(), 0.0
+    for pace in 1, 9:
+        rng = random.Random(pace)
+
+        def tick() -> float:
+            nonlocal now
+            now += rng.random() ** pace
+            return now
+        monkeypatch.setattr("time.perf_counter", tick)
+        outs.add(ask(*TWO, *argv, "--temperature", "2", "--max-new-tokens", "16", file=file)[1])
+    assert len(outs) == 1
+    _, out, _ = ask("--help", file=file)
+    said = re.search(r"--seed N .*?--graphs", out, re.S)[0]
+    assert all(option in said for option in argv if option in ("--nodes", "--depth", "--k"))
 
 
 # ---------------------------------------------------------------------------- comparing
@@ -517,6 +545,15 @@ def stopping(n: int, number: int = signal.SIGINT):
         signal.raise_signal(number)
         yield from ()
     return stopped
+
+
+def test_a_command_line_may_run_in_a_thread(ask):
+    """Only the main thread of a process can set what a signal does."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(ask(*ONE, "--max-new-tokens", "2")))
+    thread.start()
+    thread.join()
+    assert [status for status, *_ in answers] == [0]
 
 
 @pytest.fixture

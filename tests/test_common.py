@@ -23,6 +23,7 @@ from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM, check, load
 from support.recurrent import RecurrentCache
+from support.released import read_head
 from survey.another_tokenizer import another_tokenizer
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
@@ -379,7 +380,8 @@ def test_load_in_a_type(dtype):
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
-    """It is asked for seconds, not for a minute, and only where nothing of the model lies here."""
+    """It is asked for seconds, not for a minute, and only where nothing of the model or of the
+    released head lies here."""
     asked = []
 
     def ask(self, url, timeout):
@@ -388,12 +390,13 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
 
     def read(path, **_):
         raise OSError("not here")
-    monkeypatch.setattr("cli.loading.get_session", type("Session", (), {"head": ask}))
+    monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
     monkeypatch.setattr("support.engine.AutoTokenizer.from_pretrained", read)
-    with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
-        load_checked("nope/model", None, None)
-    monkeypatch.setattr("cli.loading.try_to_load_from_cache", lambda path, name: "config.json")
+    for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
+        with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
+            act()
+    monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
     for path in "nope/model", str(ROOT / "models/target"):
         with pytest.raises(InputError, match="not here$"):
             load_checked(path, None, None)
-    assert len(asked) == 1 and asked[0] < 10
+    assert len(asked) == 2 and max(asked) < 10

@@ -115,4 +115,7 @@ def test_a_tuning_decodes_as_its_tuned_model_and_leaves_the_target_alone(tmp_pat
     assert not torch.allclose(loaded(input_ids=ids).logits, expected)
     export(model, WORDLESS, tuning=file, out=tmp_path / "exported")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    (tmp_path / "any file").touch()
+    modes = {x.stat().st_mode for x in [tmp_path / "any file", *(tmp_path / "exported").iterdir()]}
+    assert len(modes) == 1
     assert torch.equal(again(input_ids=ids).logits, loaded(input_ids=ids).logits)

@@ -114,7 +114,9 @@ WRONG = [  # as trainings, clones, broken downloads and other programs leave a d
     (cut_off, "not cut off or damaged, got .*model.safetensors"),
     (lambda x: (x / "adapter_config.json").write_text("{}"),
      "adapter_config.json: a LoRA adapter must be merged"),
-    (lambda x: (x / "tokenizer.json").unlink(), "Couldn't instantiate the backend tokenizer")]
+    (lambda x: (x / "tokenizer.json").unlink(), "Couldn't instantiate the backend tokenizer"),
+    *((lambda x, eos=eos: change_json(x / "generation_config.json", eos_token_id=eos),
+       "eos_token_id must be a token's id or a list of ids, not ") for eos in ([[1]], "</s>"))]
 
 
 @pytest.mark.parametrize("damage, said", WRONG, ids=[said[:24] for _, said in WRONG])
@@ -210,7 +212,7 @@ def test_tokens_without_embeddings_are_refused(embedded, chat):
 
 @pytest.mark.parametrize("template, said", [
     (None, "chat_template is not set"), ("{{ raise_exception('only\nwith tools') }}", "only with"),
-    ("{% for m in messages %}{{ m.content", "says: ")])
+    ("{% for m in messages %}{{ m.content", "that takes a prompt, as --chat .*: unexpected")])
 def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
     chat.chat_template = template
     with pytest.raises(InputError, match=said) as refused:
@@ -243,6 +245,12 @@ TEMPLATE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>"
             "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
             "{{ m.content | replace('\n\n', '\n') }}{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}")
+# This one has the calls of tools, as JSON.
+CALLS = TEMPLATE.replace("{{ m.content", "{% for call in m.tool_calls or [] %}[{{ call.function."
+                         "name }} {{ call.function.arguments | tojson }}]{% endfor %}{{ m.content")
+CALL = {"id": "call_1", "type": "function",
+        "function": {"name": "find", "arguments": {"what": 'a "red"\napple'}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 # This one opens a thought, and leaves the thoughts of answers out.
 OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>").replace(
     "m.content", "m.content.split('</think>')[-1]")
@@ -258,7 +266,12 @@ OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>").replace(
      "<user>Tom has 3<assistant>", "4\n5</s>"),
     ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, True, [5, 6], [8, 9]),
     ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "tools": [{"f": {}}]}, False,
-     "[{'f': {}}]<user>Tom has 3<assistant>", "(2 + 1) apples</s>")])
+     "[{'f': {}}]<user>Tom has 3<assistant>", "(2 + 1) apples</s>"),
+    ({"messages": [ASKED, CALLING], "template": CALLS}, False, "<user>Tom has 3<assistant>",
+     r'[find {"what": "a \"red\"\napple"}]</s>'),
+    ({"messages": [ASKED, CALLING, {"role": "tool", "content": "4"}, SAID], "template": CALLS},
+     False, r'<user>Tom has 3<assistant>[find {"what": "a \"red\"\napple"}]<tool>4<assistant>',
+     " apples</s>")])
 def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embedded, chat):
     chat.chat_template = row.get("template", TEMPLATE)
     expected = tuple(x if isinstance(x, list) else chat.encode(x, add_special_tokens=False)
@@ -277,12 +290,19 @@ def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embe
     ({"messages": [ASKED, SAID | {"thoughts": "2"}]}, "the chat template leaves out 'thoughts'"),
     ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS},
      "the chat template leaves out 'content'"),
+    ({"messages": [ASKED, CALLING | {"content": "I look"}]}, "leaves out 'tool_calls'"),
+    ({"messages": [ASKED, CALLING, {"role": "tool", "content": "4"}, SAID]},
+     "the chat template leaves out 'tool_calls'"),
+    ({"messages": [ASKED, CALLING], "template": CALLS.replace("call.function.arguments", "'…'")},
+     "the chat template leaves out 'tool_calls'"),
+    ({"messages": [ASKED, SAID | {"content": [{"type": "text", "text": "2"}]}],
+      "template": CALLS.replace("m.content", "m.role")}, "the chat template leaves out 'content'"),
     ({"messages": TALK, "template": TEMPLATE.replace("<assistant>", "<model>")},
      "the chat template begins answers with 'model>', but not this one")])
 def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, chat):
     chat.chat_template = row.get("template", TEMPLATE)
     chat.eos_token = row.get("eos", "</s>")
-    with pytest.raises(InputError, match=f"^--data must .*, got line 1: .*{said}"):
+    with pytest.raises(InputError, match=f"^expected .* --data .*, got 'line 1': .*{said}"):
         encode_pair(embedded[0], chat, row | {"where": "line 1"}, False)
 
 

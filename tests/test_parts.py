@@ -1,6 +1,7 @@
 """Files of trained parts: what is kept, whose they are, and an LM head of fewer rows."""
 import functools
 import json
+import os
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from common import InputError
 from families import deep, tiny
 from helpers import ROOT
 from support.engine import EngineLM
-from support.parts import (belongs, fill, head_for, load_facts, load_trained, save_facts, save_part,
-                           save_trained, score_with, some_embeddings)
+from support.files import write_text, write_whole
+from support.layers import split_layers
+from support.parts import (belongs, fill, head_for, load_facts, load_trained, logits_of, save_facts,
+                           save_part, save_trained, score_with, some_embeddings)
 from support.released import is_head
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, mtp
 from trainings import make_llama, run
@@ -60,6 +63,37 @@ def test_a_part_belongs_to_its_model_in_any_type_and_to_no_other():
     for x in two:
         x.get_input_embeddings().weight.data += 5
     assert not belongs(some_embeddings(two[0]), two[1])
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 16, 17])
+def test_a_part_of_a_model_of_few_tokens_belongs_to_it_alone(tokens):
+    """Such a model passes the checks of trees and of layers, and its logits are told."""
+    model = tiny("llama", vocab_size=tokens)
+    known = some_embeddings(model)
+    assert belongs(known, model) and not belongs(known, tiny("llama", 1, vocab_size=tokens))
+    early, late = split_layers(EngineLM(model), 1)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(logits_of(model)(x), x)
+    assert early.vocab == late.vocab == tokens
+
+
+def test_what_is_written_has_the_mode_of_a_new_file_or_that_of_the_one_it_replaces(tmp_path):
+    """Whatever the writer gave it: safetensors lets nobody else read."""
+    def write(folder) -> None:
+        folder.mkdir()
+        save_file(part(), folder / "b")
+    before = os.umask(0o027)
+    try:
+        (tmp_path / "old").write_text("")
+        (tmp_path / "old").chmod(0o664)
+        for name in "old", "new":
+            save_part(tmp_path / name, "a thing", LLAMA, part())
+            write_text(tmp_path / f"{name} text", "")
+        write_whole(tmp_path / "folder", write)
+    finally:
+        os.umask(before)
+    modes = {x.name: x.stat().st_mode & 0o777 for x in tmp_path.rglob("*") if x.is_file()}
+    assert modes == {"old": 0o664, "new": 0o640, "old text": 0o640, "new text": 0o640, "b": 0o640}
 
 
 def test_what_is_no_part_is_refused_in_one_line(tmp_path):
@@ -134,6 +168,13 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
             assert again == header and found.keys() == tensors.keys()
             del found["model"]
             assert all(torch.equal(x, tensors[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("line, tokens", [
+    ("survey.eagle train", 4), ("bita train --P 3 --M 2", 16)])
+def test_a_part_for_a_model_of_few_tokens_is_loaded_by_it(line, tokens, tmp_path):
+    model = tiny("llama", vocab_size=tokens)
+    PARTS[line][0](run(line, tmp_path, model, [[2, 3], [3, 2, 1], [1, 3]], steps=1), model)
 
 
 @ROW

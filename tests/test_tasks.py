@@ -64,6 +64,9 @@ def test_the_embedded_target_knows_its_tasks(task, embedded):
 
 # ------------------------------------------------------------------------- files of prompts
 
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
 def rows(*rows: dict) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
@@ -82,19 +85,34 @@ def test_prompts_of_a_file(tmp_path, data, texts):
     assert read_prompts(file) == texts
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"caf\xe9\n", b'{"prompt": "x"\n', b'{"prompt": 5}\n', b'{"prompt": ""}\n',
-    b'{"turns": []}\n', b'{"a": ' * 9999])
-def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data):
+NO_TEXT = 'no text under "prompt", "question" or first in "turns", only '
+
+
+@pytest.mark.parametrize("data, said", [
+    (b"", "nothing is in it"), (b"caf\xe9\n", "codec"), (b'{"prompt": "x"\n', "delimiter"),
+    (b'{"a": ' * 9999, ""), (b'{"prompt": 5}\n', NO_TEXT + "['prompt']"),
+    *((rows({name: x}), f"{NO_TEXT}['{name}']") for name, x in [
+        ("prompt", ""), ("turns", []), ("turns", "ab"), ("turns", [{"role": "user"}]),
+        ("turns", ["", "b"]), ("messages", TALK), ("conversations", []), ("text", "a"),
+        ("instruction", "a")]),
+    (b'[{"prompt": "a"}]\n', "'list' object is not a mapping"),
+    (b'[\n{"prompt": "a"}\n]', "line 1")])
+def test_files_without_prompts_are_refused_in_one_short_line(tmp_path, data, said):
     file = tmp_path / "prompts"
     file.write_bytes(data)
     with pytest.raises(argparse.ArgumentTypeError) as error:
         read_prompts(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
-    assert len(str(error.value)) < 300 + len(str(file))
+    assert said in str(error.value) and len(str(error.value)) < 300 + len(str(file))
 
 
-TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+@pytest.mark.parametrize("read", [read_prompts, read_pairs])
+def test_a_table_is_refused(tmp_path, read):
+    """Its header would be a prompt."""
+    for name in "prompts.csv", "prompts.TSV":
+        (tmp_path / name).write_text('prompt,answer\n"a","b"\n')
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{name}': a table, which has a head"):
+            read(tmp_path / name)
 
 
 def test_pairs_of_a_file(tmp_path):
@@ -104,15 +122,15 @@ def test_pairs_of_a_file(tmp_path):
     lines = [json.dumps(rows[0], ensure_ascii=False), "  ", json.dumps(rows[1]),
              json.dumps(rows[2])]
     file.write_text("\n".join(lines), encoding="utf-8-sig")  # as some editors do
-    assert read_pairs(file) == [row | {"where": f"{str(file)!r}, line {n}"}
+    assert read_pairs(file) == [row | {"where": f"{file}, line {n}"}
                                 for row, n in zip(rows, (1, 3, 4))]
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("x", "Expecting value"), ("[]", "unsupported operand")])
+    ("x", "Expecting value"), ("[]", "not a mapping")])
 def test_lines_that_are_no_pairs_are_refused_with_their_number(line, reason, tmp_path):
     file = tmp_path / "pairs"
     file.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
     with pytest.raises(argparse.ArgumentTypeError) as error:
         read_pairs(file)
-    assert f"{str(file)!r}, line 2: " in str(error.value) and reason in str(error.value)
+    assert f"got '{file}, line 2': " in str(error.value) and reason in str(error.value)

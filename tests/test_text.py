@@ -14,12 +14,13 @@ from cli.trace import collect_tokens, say_tokens
 
 # ------------------------------------------------------------------------- the streams, messages
 
-@pytest.mark.parametrize("data", ["é\n漢", "\ufeffé\r\n漢"])
+@pytest.mark.parametrize("data", ["é\n漢\n", "\ufeffé\r\n漢\r\n", "é\r漢\r"])
 def test_standard_input_is_utf_8(monkeypatch, data):
     """With or without a byte order mark, and with the line ends of any system."""
-    stdin = io.TextIOWrapper(io.BytesIO(data.encode()), encoding="ascii")
+    # Python opens standard input with this newline, except on Windows.
+    stdin = io.TextIOWrapper(io.BytesIO(data.encode()), encoding="ascii", newline="\n")
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert read_arguments(["-"]) == ["é\n漢"]
+    assert read_arguments(["-"]) == ["é\n漢\n"]
 
 
 # ----------------------------------------------------------------------- tokens as text
