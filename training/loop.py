@@ -72,16 +72,6 @@ def digest(weights: dict[str, torch.Tensor], *settings) -> str:
     return found.hexdigest()[:16]
 
 
-def multiplies_bfloat16(device: torch.device) -> bool:
-    """Tell whether products of matrices are faster in bfloat16 than in float32.
-
-    On a CPU without AVX-512 those of large matrices take tens of times longer in bfloat16.
-
-    device  where the products are computed
-    """
-    return device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
 def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autocast:
     """Compute products of matrices in bfloat16, except where float32 models are faster without it.
 
@@ -92,8 +82,9 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
     # What is trained is float32. It could not be multiplied with a model of half precision, unless
     # autocast gives both one type.
     half = any(model.dtype != torch.float32 for model in models)
-    return torch.autocast(device.type, dtype=torch.bfloat16,
-                          enabled=half or multiplies_bfloat16(device))
+    # On a CPU without AVX-512 products of large matrices take tens of times longer in bfloat16.
+    fast = device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=half or fast)
 
 
 # ------------------------------------------------------------------------------------ the data
@@ -502,9 +493,7 @@ class Training:
             optimizer.register_step_pre_hook(self.note_step)
         settings = (fingerprint, name, steps, lr, rate.__name__, self.passes, max_norm, max_value,
                     seed, [type(x).__name__ for x in self.optimizers])
-        self.file = None
-        if folder is not None:
-            self.file = folder / f"{name}-{digest(parameters, settings)}.pt"
+        self.file = folder / f"{name}-{digest(parameters, settings)}.pt" if folder else None
         self.saved_at = time.monotonic()
         if self.file and self.file.exists():
             self.load()

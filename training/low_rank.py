@@ -67,8 +67,7 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     for name, part in [*list_layers(model).named_modules()]:
         if isinstance(part, torch.nn.Linear):
             part.change = LowRank(part, rank).to(part.weight.device)
-            changes[f"{name}.A"] = part.change.A
-            changes[f"{name}.B"] = part.change.B
+            changes |= {f"{name}.A": part.change.A, f"{name}.B": part.change.B}
     if not changes:
         raise InputError(f"expected matrices of type Linear in {type(model).__name__}")
     return changes
