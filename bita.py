@@ -88,7 +88,7 @@ class Tuning(torch.nn.Module):
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
         lm = CachedLM(model)  # refuses layers without keys and values
-        # What one embedding leaves in the cache shows the size of keys and values.
+        # One embedding leaves keys and values in the cache, which shows their size.
         lm.forward(lm.weight[:1])
         keys, *others = [x for rows in lm.cache.layers.values() for x in rows]
         if any(x.shape != keys.shape for x in others):

@@ -2,7 +2,7 @@
 
 A command is a function command(model, tokenizer, prompts if it takes them, **options). Its options
 are made from its signature, as those of methods are, and one that trains has those of Settings too.
-What it learns from are prompts, which the model answers, or with --data answers made elsewhere.
+A training learns from prompts, which the model answers, or with --data from other answers.
 """
 import json
 import sys

@@ -225,7 +225,7 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "auto")
-    for name in WARN:  # also where all else is quiet, as on a command line
+    for name in WARN:  # even if all else is quiet, as on a command line
         logging.get_logger(f"transformers.{name}").setLevel("WARNING")
     with explain_errors(f"a model directory or hub id that {device} can load as {dtype}", path):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -199,7 +199,7 @@ def write(path, rows):
 
 
 def test_w_is_the_weight_of_the_ar_loss(tmp_path, monkeypatch):
-    """The loss of the training is Eq. 7, of which each of two passes has a half."""
+    """The loss of the training is Eq. 7. Each of two passes has a half of it."""
     found, one = [], torch.ones((), requires_grad=True)
     monkeypatch.setattr(Training, "updates", lambda self, evaluate: [random.Random(0)])
     monkeypatch.setattr(Training, "check", lambda self, loss: found.append(loss.item()))

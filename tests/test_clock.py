@@ -48,7 +48,7 @@ def test_what_makes_the_most_tokens_a_second_is_chosen(now):
 
 def test_a_row_costs_what_its_time_would_bring(now):
     """A call takes 2 s and 0.1 s a row, and the guessing 0.5 s a row. At first a call of one row
-    with one token stands for the rounds, of which older ones fade."""
+    with one token stands for the rounds. Older rounds fade."""
     clock = Clock(SimpleNamespace(weight=torch.zeros(1), passes=[]))
     clock.calls.line, clock.steps.line = (lambda: (2.0, 0.1)), (lambda: (7.0, 0.5))
     assert clock.price_row() == pytest.approx(0.6 / 2.1)

@@ -81,7 +81,7 @@ def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
     ("qwen3.5", {"linear_conv_kernel_dim": 1}), ("granite4", {"mamba_d_conv": 1})])
 def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache(name, changes):
     """Nothing is left of an earlier long prompt. After going back as far as rows are kept, the
-    states are those of the shorter text, also where a convolution reads one input only."""
+    states are those of the shorter text. So are those of a convolution that reads one input."""
     model = tiny(name, max_position_embeddings=1000, **changes)
     lm = run(model)
     lm.start(LONG[:200])
