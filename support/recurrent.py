@@ -139,7 +139,7 @@ class RecurrentCache(KVCache):
 
     # The layers ask a cache for these. They get nothing: the functions below know the states.
     def update_conv_state(self, inputs: torch.Tensor, layer: int, **_) -> torch.Tensor:
-        self.layer = layer  # that runs now
+        self.layer = layer  # a layer calls this before it calls the functions below
         return inputs
 
     def get_conv_state(self, *_, **__) -> None:

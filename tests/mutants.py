@@ -55,6 +55,10 @@ MUTANTS = {
          "features of a long prompt are those of its last part"),
         ("expand(-1, heads // key.shape[1], -1, -1)", "repeat_interleave(heads // key.shape[1], 2)",
          "rows of grouped heads get each other's masks")],
+    "support/bridge.py": [
+        ("sample.warp = logits_processor", "pass", "top-k and all other warpers are ignored"),
+        ("input_ids, None).all():", "input_ids, None).all() and token == chunk[-1]:",
+         "a criterion is asked after the last token of a chunk only")],
     "speculative.py": [
         ("left = (p - q).clamp(min=0)", "left = (p - q).abs()", "the residual takes |p - q|"),
         ("(joint[i] * ratio)", "ratio", "a block forgets what the guesses before had left"),

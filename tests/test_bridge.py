@@ -29,7 +29,7 @@ def test_readmes_text_runs_in_generate_and_in_a_pipeline(monkeypatch, capsys):
     names, page = {}, (ROOT / "README.md").read_text()
     exec("\n".join(re.findall(r"^```python\n(from .*?)^```$", page, re.M | re.S)), names)
     text = names["tokenizer"].decode(names["ids"], skip_special_tokens=True)
-    assert capsys.readouterr().out == f"{text}\n" * 3
+    assert capsys.readouterr().out == f"{text}\n" + f"{names['prompt']}{text}\n" * 2
 
 
 @pytest.mark.parametrize("name", ["speculative", "ouroboros", "jacobi", "lookahead",
