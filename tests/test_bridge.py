@@ -3,7 +3,7 @@ import re
 
 import pytest
 import torch
-from transformers import TextStreamer
+from transformers import TextStreamer, TopKLogitsWarper
 
 from common import InputError
 from families import tiny
@@ -54,6 +54,7 @@ def test_text_is_that_of_generate(name):
     ("contrastive_search", dict(penalty_alpha=0.6, top_k=4)),
     ("attention_mask", dict(attention_mask=torch.tensor([[0, 1, 1]]))),
     ("RepetitionPenaltyLogitsProcessor", dict(repetition_penalty=1.1, do_sample=True)),
+    ("TopKLogitsWarper", dict(logits_processor=[TopKLogitsWarper(1)])),
     ("assistant_model", dict(assistant_model=MODEL)),
     ("return_dict_in_generate", dict(return_dict_in_generate=True)),
     ("max_length 203", dict(max_new_tokens=200)),
@@ -62,6 +63,12 @@ def test_what_cannot_be_honoured_is_refused(named, settings, monkeypatch):
     monkeypatch.setattr(TextStreamer, "put", lambda *_: None)
     with pytest.raises(InputError, match=f"what prompt_lookup can honour, got .*{named}$"):
         write("prompt_lookup", **settings)
-    monkeypatch.setattr(MODEL.config, "_attn_implementation", "flash_attention_2")
+
+
+@pytest.mark.parametrize("place, name, x", [
+    (MODEL.config, "_attn_implementation", "flash_attention_2"),
+    (MODEL, "_supports_attention_backend", False)])
+def test_a_model_that_reads_no_masks_is_refused(place, name, x, monkeypatch):
+    monkeypatch.setattr(place, name, x)
     with pytest.raises(InputError, match="got attention without masks$"):
         write("prompt_lookup")

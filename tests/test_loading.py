@@ -172,7 +172,7 @@ def test_causal_masks_of_old_checkpoints_are_no_bias(name):
 # ----------------------------------------------------------------------------- its tokenizer
 
 def test_a_tokenizer_that_transformers_warns_of_is_told(folder, monkeypatch):
-    """A warning comes with one of more than 100,000 tokens. All else that is logged is not shown."""
+    """It is one of more than 100,000 tokens. All else that is logged is not shown."""
     change_json(folder / "config.json", model_type="mistral", architectures=["MistralForCausalLM"],
                 transformers_version="4.50.0")
     model = json.loads((folder / "tokenizer.json").read_text())["model"]

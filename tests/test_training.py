@@ -429,8 +429,8 @@ def test_a_training_runs_on_the_simulated_gpu(line, tmp_path):
 @pytest.mark.parametrize("family", LOOKUPS)
 @pytest.mark.parametrize("line", [*(x for x in TRAININGS if x not in TWINS), MEASURING[0]])
 def test_layers_that_look_up_embeddings_of_their_own(line, family, tmp_path):
-    """A training goes through or is refused in one line. One that would feed masks is refused before
-    any answer is made."""
+    """A training goes through or is refused in one line. One that feeds masks is refused before any
+    answer is made."""
     model, fed = tiny(family), line.startswith(("bita", "survey.masks"))
     with pytest.raises(InputError, match="embeddings, got G") if fed else suppress(InputError):
         run(line, tmp_path, model)
