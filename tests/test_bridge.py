@@ -49,7 +49,6 @@ def test_text_is_that_of_generate(name):
 
 
 @pytest.mark.parametrize("named, settings", [
-    ("several texts", dict(num_return_sequences=2, do_sample=True)),
     ("several texts, beam_search", dict(num_beams=2)),
     ("contrastive_search", dict(penalty_alpha=0.6, top_k=4)),
     ("attention_mask", dict(attention_mask=torch.tensor([[0, 1, 1]]))),
@@ -65,9 +64,8 @@ def test_what_cannot_be_honoured_is_refused(named, settings, monkeypatch):
         write("prompt_lookup", **settings)
 
 
-@pytest.mark.parametrize("place, name, x", [
-    (MODEL.config, "_attn_implementation", "flash_attention_2"),
-    (MODEL, "_supports_attention_backend", False)])
+@pytest.mark.parametrize("place, name, x", [(MODEL, "_supports_attention_backend", False), (
+    MODEL.config, "_attn_implementation", "flash_attention_2")])
 def test_a_model_that_reads_no_masks_is_refused(place, name, x, monkeypatch):
     monkeypatch.setattr(place, name, x)
     with pytest.raises(InputError, match="got attention without masks$"):

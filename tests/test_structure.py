@@ -198,8 +198,8 @@ def test_the_six_need_common_alone_and_their_command_line_no_other_method(tmp_pa
 
 
 def test_a_decoding_imports_little():
-    """Count what `python speculative.py` imports beyond common.py. The hybrid, which is made of other
-    methods, imports seven files beside common.py."""
+    """Count what `python speculative.py` imports beyond common.py. The hybrid is made of other
+    methods, and imports seven files beside common.py."""
     assert len(needs("hybrid.hybrid")) <= 7
     files = copied_with("cli.main") | copied_with("cli.trajectory")
     assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1400
