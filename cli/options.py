@@ -129,7 +129,7 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     add("--graphs", action=BooleanOptionalAction,
         help="run models by CUDA graphs, which saves launches (default: on a GPU)")
     add("--pack", action=BooleanOptionalAction, default=True,
-        help="on a CPU, put large weights into a faster order (default)")
+        help="on a CPU, put large weights into another order where that is faster (default)")
     add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
         help="print right guesses in green; auto, the default: on a terminal")
     add("--compare", action="store_true",

@@ -90,7 +90,7 @@ def test_ratios_are_taken_within_a_round():
                             args=SimpleNamespace(temperature=0))
     assert [*make_line(bench, results, "x").values()] == [
         "x", "4.00", "2.0", "1.0", "0.7", "5", "0.50", "0.25 to 2.00", "1.00", "0.33", "12%",
-        "75.00", "12.50", "112.50", "1 of 2"]
+        "75.00", "12.50", "112.50", "", "1 of 2"]
 
 
 def test_prompts_whose_answers_loop_are_left_out(tmp_path, monkeypatch, models):

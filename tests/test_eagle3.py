@@ -65,7 +65,7 @@ def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch
     monkeypatch.setattr(f"survey.{name}.Clock.note", lambda *_: None)
     found = play_rounds(name, model, prompt, EngineLM)
     assert play_rounds(name, model, prompt, NaiveLM, anew=True) == found
-    assert {record["accepted"] for _, _, record in found} >= {0, 1}
+    assert {record["accepted"] for _, _, record in found} > {0}
 
 
 # ------------------------------------------------------------------------------- the training

@@ -65,7 +65,9 @@ def test_layers_are_those_that_were_asked_for(name, monkeypatch):
 def test_layers_of_a_family_that_lists_those_with_keys():
     """Bamba gives the numbers of its layers with keys, which change with those of the layers."""
     model = tiny("bamba", num_hidden_layers=4, attn_layer_indices=[1, 3])
-    assert off_by(take_layers(model, [3]), without_other_layers(model, [3])) < 1e-4
+    ours, theirs = (x(input_ids=IDS, use_cache=False).logits
+                    for x in (take_layers(model, [3]), without_other_layers(model, [3])))
+    assert (ours - theirs).abs().mean() < 1e-4 * theirs.abs().mean()
     split_layers(EngineLM(model), 3)  # it checks that early and late layers are the whole
 
 

@@ -1,5 +1,6 @@
 """Packed weights (support/packed.py): a model computes the same, holds its numbers once, and is
 copied, saved, tuned and moved as before."""
+import itertools
 import pickle
 from copy import deepcopy
 from pathlib import Path
@@ -39,10 +40,17 @@ def same(ours: Linear, theirs: Linear) -> bool:
     return all(torch.allclose(ours(x), theirs(x), rtol=0, atol=error) for x in inputs)
 
 
+@pytest.fixture(autouse=True)
+def pays(monkeypatch) -> None:
+    """Pack whatever can be packed, as if it were always faster."""
+    times = itertools.count(0, -1)
+    monkeypatch.setattr(packed, "time_calls", lambda layers: next(times))
+
+
 @pytest.fixture
 def every_weight(monkeypatch) -> None:
     """Pack the smallest weights too."""
-    monkeypatch.setattr(packed, "LEAST", dict.fromkeys(packed.LEAST, 0))
+    monkeypatch.setattr(packed, "LEAST", 0)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -70,6 +78,27 @@ def test_numbers_are_in_memory_once(dtype):
     assert resident() - before > 120
     pack(model)
     assert resident() - before < 1.15 * 128
+
+
+@pytest.mark.parametrize("times", [[3.0, 2.0, 1.0, 1.5], [2.0, 3.0, 1.5, 1.0]])
+def test_layers_of_a_size_are_packed_where_it_is_faster(monkeypatch, times):
+    """Two sizes: of one the calls take less time with blocks, and of the other more."""
+    model = torch.nn.Sequential(layer(), torch.nn.Linear(512, 640), layer())
+    known = iter(times)
+    monkeypatch.setattr(packed, "time_calls", lambda layers: next(known))
+    first = times[1] < times[0]
+    assert [x.weight.is_mkldnn for x in pack(model)] == [first, not first, first]
+    assert same(model[0], layer())
+
+
+def test_calls_are_timed(monkeypatch):
+    """The least of three times counts, each of calls of one row and of 8."""
+    monkeypatch.undo()
+    clock, calls = iter([0, 5, 5, 7, 7, 11]), []
+    monkeypatch.setattr(packed.time, "perf_counter", lambda: next(clock))
+    one = layer()
+    one.register_forward_hook(lambda layer, inputs, output: calls.append(len(inputs[0])))
+    assert packed.time_calls([one]) == 2 and calls == [1, 8] * 3
 
 
 def test_calls_have_few_sizes(monkeypatch):
