@@ -26,9 +26,10 @@ def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criter
 
     The other arguments are made by transformers. Temperature, top-k, top-p and other warpers of the
     logits are honoured, and torch.manual_seed repeats samples. Stopping criteria are asked after
-    each token, without scores. A setting that no method can honour raises an InputError.
+    each token, without scores. A setting that the method cannot honour raises an InputError.
     """
     config, mode = generation_config, generation_config.get_generation_mode()
+    kinds = method.__annotations__  # of the models that the method takes, by "target" and "draft"
     # `generate` hands these two to no function, so they are looked up where it keeps them.
     caller = inspect.currentframe().f_back.f_locals
     given = model_kwargs | {name: caller.get(name) for name in ("streamer", "assistant_model")}
@@ -39,6 +40,7 @@ def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criter
     masked = model.config._attn_implementation in ("eager", "sdpa", "grouped")
     asked = {"several texts": len(input_ids) > 1, mode: mode not in ("greedy_search", "sample"),
              "return_dict_in_generate": config.return_dict_in_generate,
+             "no draft" if draft is None else "a draft": (draft is None) == ("draft" in kinds),
              f"max_length {config.max_length}": config.max_length > context_length(model),
              "attention without masks": not (masked and model._supports_attention_backend)}
     refused += [name for name, is_asked in asked.items() if is_asked]
@@ -47,8 +49,7 @@ def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criter
     # Without sampling the temperature is 0, and nothing is warped.
     sample = Sampler(config.temperature * config.do_sample, seed=torch.randint(2 ** 62, ()).item())
     sample.warp = logits_processor
-    lms = [method.__annotations__[role](lm)
-           for role, lm in (("target", model), ("draft", draft)) if lm is not None]
+    lms = [kinds[role](lm) for role, lm in (("target", model), ("draft", draft)) if lm is not None]
     for chunk in method(*lms, prompt=input_ids[0], sample=sample, **options):
         for token in chunk:
             input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], 1)
