@@ -7,8 +7,8 @@
 
     python -m survey.dflash train --prompts FILE --out my.safetensors
     python -m survey.dflash --adapter my.safetensors --prompt "..."
-    python -m survey.dflash --adapter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B --chat \
-        --prompt "..."                                      # a released draft, not tried here
+    python -m survey.dflash --adapter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B \
+        --chat '{"enable_thinking": false}' --prompt "..."  # a released draft, not tried here
 
 The h of a token are the target's hidden states there, the outputs of some layers side by side. The
 draft turns each h into a c. Its context is the c of all final tokens except the root, whose own h
