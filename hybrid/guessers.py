@@ -70,18 +70,18 @@ class Trained:
         self.root, self.made = tokens[-1], {}
 
     @torch.inference_mode()
-    def predict(self, path: Sequence[int] = (), pays: bool = True) -> dict[int, float]:
+    def predict(self, path: Sequence[int] = (), worth: float = math.inf) -> dict[int, float]:
         """Guess the next token after the text, or after a path of guesses below its root.
 
         path     the guesses, fewer than `depth`. The first path of a round is ()
-        pays     whether it is worth the time to make a pass for this path only
+        worth    how many passes, besides the one at the root, these guesses are worth at most
         returns  {next token: its chance} for the RANKS likeliest tokens. {} if there is no feature,
-                 or no pass
+                 or if the guesses take more passes
         """
         if self.waiting:
             self.made[()] = self.run_root(torch.cat(self.waiting))
             self.waiting, self.tokens = [], []
-        z = self.score(tuple(path), pays) if self.made else None
+        z = self.score(tuple(path), worth) if self.made else None
         if z is None:
             return {}
         tokens, chances = rank_tokens(z[:self.target.vocab], self.part.vocab)
@@ -101,7 +101,7 @@ class Head(Trained):
         between = self.embed(torch.tensor([self.root], device=features.device))[:, None]
         return self.to_logits(self.part.lm_head_of(1)(self.part(1, features[-1:], between)))
 
-    def score(self, path: tuple[int, ...], pays: bool) -> torch.Tensor:
+    def score(self, path: tuple[int, ...], worth: float) -> torch.Tensor:
         """Return the logits [V'] after the root."""
         return self.made[()][0]
 
@@ -121,16 +121,14 @@ class Block(Trained):
         """Run a block; return logits [B - 1, V']. Row k guesses after k guesses."""
         return run_block(self.part, self.cache, features, self.root)
 
-    def score(self, path: tuple[int, ...], pays: bool) -> torch.Tensor:
+    def score(self, path: tuple[int, ...], worth: float) -> torch.Tensor:
         """Return the logits [V'] after a path, by its length and its last token."""
         z = self.made[()][len(path)]
         return self.part.add_markov(z, torch.tensor((self.root, *path)[-1], device=z.device))
 
 
 class Chain(Trained):
-    """Guess with an MTP block, a pass for each path, as eagle.py's trees do.
-
-    A path needs the pass of the path above it, whose feature it reads.
+    """Guess with an MTP block, whose row for each path reads what the row of the path above made.
 
     lm   the block's layer with its cache
     """
@@ -153,17 +151,19 @@ class Chain(Trained):
         logits = feed(self.part, self.lm, [Pairs(features, self.tokens)])
         return -1, self.lm.features[-1:], logits[0]
 
-    def score(self, path: tuple[int, ...], pays: bool) -> torch.Tensor | None:
-        """Return the logits [V'] after a path. None: no pass was made for it.
+    def score(self, path: tuple[int, ...], worth: float) -> torch.Tensor | None:
+        """Return the logits [V'] after a path. None: they take more passes than they are worth.
 
+        Where the n-grams were sure, no pass was made. These are made up for when a pass pays below.
         For each path the row of its last token is kept, with the feature that this row made.
         """
-        if path not in self.made:
-            if not pays or path[:-1] not in self.made:
-                return None
-            row, feature, _ = self.made[path[:-1]]
-            [logits] = self.lm.forward(self.part.join(feature, path[-1:]), [row])
-            self.made[path] = len(self.lm.parents) - 1, self.lm.features, logits
+        missing = [n for n in range(1, len(path) + 1) if path[:n] not in self.made]
+        if len(missing) > worth:
+            return None
+        for n in missing:
+            row, feature, _ = self.made[path[:n - 1]]
+            [logits] = self.lm.forward(self.part.join(feature, path[n - 1:n]), [row])
+            self.made[path[:n]] = len(self.lm.parents) - 1, self.lm.features, logits
         return self.made[path][-1]
 
 

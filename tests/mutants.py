@@ -146,7 +146,7 @@ MUTANTS = {
         ("learn(chain, path)", "learn(parents, path)", "masks count as guesses that were wrong")],
     "hybrid/hybrid.py": [
         ("*path, token)", "token,)", "a node is guessed without the path to it"),
-        ("gain / chance", "gain", "a pass pays below unlikely nodes too"),
+        ("RIGHT * chance / price", "RIGHT / price", "a pass pays below unlikely nodes too"),
         ("learn(ids, logits)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path])", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
@@ -155,7 +155,7 @@ MUTANTS = {
          "every depth is guessed by the block's first row"),
         ("self.root, self.made = tokens[-1], {}", "self.root = tokens[-1]",
          "the passes of the round before guess"),
-        ("if not pays or path[:-1]", "if path[:-1]", "a pass is made where it does not pay"),
+        ("len(missing) > worth", "False", "passes are made where they do not pay"),
         ("return {x: score / total", "return {x: score", "chances do not sum to 1")],
     "hybrid/fit.py": [
         ("if x[BEGIN:BEGIN + few] not in begins", "", "the held-out answers stay in the datastore"),

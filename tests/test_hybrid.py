@@ -10,7 +10,7 @@ import torch
 from families import tiny
 from hybrid import hybrid as module
 from hybrid.guessers import KINDS, pool_chances
-from hybrid.hybrid import GAIN, grow_hybrid, hybrid
+from hybrid.hybrid import PASS, grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
 from support.characters import BOUNDARY, as_text, as_tokens
 from support.clock import Clock
@@ -86,31 +86,31 @@ def test_the_best_nodes_come_first_and_a_part_is_asked_as_deep_as_it_guesses():
     (a, b, c, x), asked = as_tokens("abcx"), []
     ngrams = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF)
 
-    def guess(path, pays):
+    def guess(path, worth):
         asked.append(path)
         return {x: 0.9, c: 0.1}
-    ids, parents, chances = grow_hybrid(b, ngrams, part_of(guess), POOL, 20, 0.01, 0.0)
+    ids, parents, chances = grow_hybrid(b, ngrams, part_of(guess), POOL, 20, 0.01, 1.0)
     pooled = pool_chances({x: 0.9, c: 0.1}, ngrams.predict(), POOL)
     edges = [(ids[parent], node) for node, parent in zip(ids, parents)]
     assert asked == [()] and chances == sorted(chances, reverse=True) and chances[0] == 1
     assert chances[edges.index((b, c))] == pytest.approx(pooled[c])
     assert chances[edges.index((c, a))] == pytest.approx(pooled[c] * ngrams.predict([c])[a])
-    assert grow_hybrid(b, ngrams, part_of(guess), POOL, 3, 0.01, 0.0)[0] == ids[:3]
-    found = grow_hybrid(b, ngrams, part_of(lambda *_: {x: 0.0}), POOL, 20, 0.01, 0.0)
-    assert found == grow_hybrid(b, ngrams, None, [], 20, 0.01, 0.0)
+    assert grow_hybrid(b, ngrams, part_of(guess), POOL, 3, 0.01, 1.0)[0] == ids[:3]
+    found = grow_hybrid(b, ngrams, part_of(lambda *_: {x: 0.0}), POOL, 20, 0.01, 1.0)
+    assert found == grow_hybrid(b, ngrams, None, [], 20, 0.01, 1.0)
 
 
 def test_a_pass_pays_where_the_n_grams_are_unsure():
-    """It brings the chance of the node, times that of their best guess being wrong."""
+    """It brings two tokens, times the chance of the node, times that of their best guess being
+    wrong. It costs 0.2 tokens."""
     ngrams, asked, paths = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF), {}, [()]
-    part = part_of(lambda path, pays: asked.update({path: pays}) or {}, 2)
+    part = part_of(lambda path, worth: asked.update({path: worth}) or {}, 2)
     ids, parents, chances = grow_hybrid(as_tokens("b")[0], ngrams, part, POOL, 20, 0.01, 0.2)
     for token, parent in zip(ids[1:], parents[1:]):
         paths.append((*paths[parent], token))
-    gains = {path: chance * (1 - max(ngrams.predict(path).values()))
-             for path, chance in zip(paths, chances) if len(path) < 2}
-    assert asked == {path: gain >= 0.2 for path, gain in gains.items()}
-    assert {*asked.values()} == {True, False}
+    assert len(asked) == 3 and asked == pytest.approx({
+        path: 2 * chance * (1 - max(ngrams.predict(path).values())) / 0.2
+        for path, chance in zip(paths, chances) if len(path) < 2})
 
 
 # ------------------------------------------------------------------------------ a trained part
@@ -138,17 +138,18 @@ def test_a_part_reads_all_that_waits(kind):
     if kind == "dflash":  # each depth by its own row of the block
         logits = weights.add_markov(part.made[()][1], torch.tensor(6))[:50]
         assert max(part.predict([6]).values()) == pytest.approx(logits.softmax(-1).max().item())
-    if kind == "mtp":  # a pass for each path that pays, if that of the path above it did
+    if kind == "mtp":  # a pass for each path, and for the paths above it, if they are worth it
         lm, rows = EngineLM(weights.lm, 50), (target.features[:8], text[1:])
         lm.forward(weights.join(*rows))
         for token in 6, 9:
             logits = lm.forward(weights.join(lm.features[-1:], [token]))[0]
-        assert part.predict([6, 9]) == {} == part.predict([6], False) == part.predict([6, 9])
-        assert part.predict([5]) and part.predict([6]) == part.predict([6], False) != {}
-        assert max(part.predict([6, 9]).values()) == pytest.approx(logits.softmax(-1).max().item())
-        assert len(part.made) == 4
+        assert part.predict([6, 9], 1.9) == {} == part.predict([6], 0.9)
+        assert part.predict([5], 1) != {} and len(part.made) == 2
+        found_below = part.predict([6, 9], 2)
+        assert max(found_below.values()) == pytest.approx(logits.softmax(-1).max().item())
+        assert part.predict([6, 9], 0) == found_below and len(part.made) == 4
         part.add(target.features[8:], [2])
-        assert part.predict([6], False) == {}  # in another round
+        assert part.predict([6], 0) == {}  # in another round
     # Row i of the part's LM head stands for token vocab[i], here for 60 in the place of 0.
     weights.vocab = weights.vocab.flip(0)
     part.start(target.features[:8], text[1:])
@@ -176,6 +177,6 @@ def test_a_round_is_grown_by_its_prices(monkeypatch):
     passes = target.once(EngineLM, weights.lm, 50).passes
     assert sum(steps for steps, *_ in noted) == len(passes) > 3
     next(hybrid(target, [3, 1, 4], guess="mtp", nodes=5, **FILES))
-    assert grown == [*((64, row, pytest.approx(0.01)) for row in (0.3, 0.01, 0.2)), (5, 0.01, GAIN)]
+    assert grown == [*((64, row, pytest.approx(0.01)) for row in (0.3, 0.01, 0.2)), (5, 0.01, PASS)]
     assert [tokens for *_, tokens in noted] == lengths
     assert len(known.rows) > sum(lengths)
