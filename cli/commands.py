@@ -83,11 +83,11 @@ def encode_data(model, tokenizer, args: Namespace) -> tuple[list[list[int]], lis
     return [prompt for prompt, _ in pairs], pairs
 
 
-def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
+def encode_pair(model, tokenizer, row: dict, chat: dict | None) -> Pair:
     """Turn a line of --data into token ids; InputError that names the line if it cannot be used.
 
     row      what `read_pairs` returned for the line
-    chat     whether a prompt is put into the chat template. Messages always are
+    chat     settings of the chat template, into which a prompt is put. None: only messages are
     returns  token ids of the prompt and of the answer. The answer of a text ends with its first
              token that ends an answer, or else with the tokenizer's EOS
     """
@@ -100,11 +100,11 @@ def encode_pair(model, tokenizer, row: dict, chat: bool) -> Pair:
             prompt, answer = row["prompt"], row["answer"]
             if not prompt or not answer:
                 raise ValueError("its prompt or its answer is empty")
-            if chat and isinstance(prompt, str):
+            if chat is not None and isinstance(prompt, str):
                 messages = [{"role": "user", "content": prompt},
                             {"role": "assistant", "content": answer}]
         if messages is not None:
-            prompt, answer = render_pair(tokenizer, messages, row.get("tools"))
+            prompt, answer = render_pair(tokenizer, messages, row.get("tools"), chat or {})
         if isinstance(prompt, str):
             prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
             ended = iter([[*answer, tokenizer.eos_token_id]])
@@ -129,10 +129,12 @@ def split_texts(tokenizer, prompt: str, answer: str, special: bool) -> Pair:
     return ids, tokenizer.encode(answer, add_special_tokens=False)
 
 
-def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[str, str]:
+def render_pair(tokenizer, messages: list[dict], tools: list | None,
+                settings: dict) -> tuple[str, str]:
     """Run the chat template on messages that end with one of the assistant.
 
     tools    what the assistant may call
+    settings other settings of the template
     returns  the text up to the answer, and the answer with all that the template adds to it
     raises   ValueError if the messages do not end so, or if the template leaves out a text of the
              answer or any tool call, or begins answers in two ways. What else it leaves out of the
@@ -140,7 +142,7 @@ def render_pair(tokenizer, messages: list[dict], tools: list | None) -> tuple[st
     """
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError("its messages are not two or more, with the assistant's at the end")
-    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **settings)
     whole = render(messages)
     opened = render(messages[:-1], add_generation_prompt=True)
     prompt = commonprefix([opened, whole])

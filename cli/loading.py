@@ -44,11 +44,11 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
 
 # ------------------------------------------------------------------------------- the prompts
 
-def encode_prompts(model, tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
+def encode_prompts(model, tokenizer, texts: list[str], chat: dict | None) -> list[list[int]]:
     """Turn prompts into token ids that a model has embeddings for.
 
     texts    the prompts
-    chat     whether each is put into the model's chat template
+    chat     settings of the model's chat template, into which each is put. None: into no template
     returns  token ids, a list for each prompt. InputError for a prompt that cannot be used
     """
     rows = len(model.get_input_embeddings().weight)
@@ -58,10 +58,10 @@ def encode_prompts(model, tokenizer, texts: list[str], chat: bool) -> list[list[
         ids = tokenizer.encode(text)  # with the special tokens that the tokenizer adds
         if set(ids) <= set(tokenizer.all_special_ids):
             raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
-        if chat:
+        if chat is not None:
             with explain_errors("a chat template that takes a prompt, as --chat needs one",
                                 tokenizer.name_or_path):  # a program of somebody else's
-                text = tokenizer.apply_chat_template([{"role": "user", "content": text}],
+                text = tokenizer.apply_chat_template([{"role": "user", "content": text}], **chat,
                                                      tokenize=False, add_generation_prompt=True)
             ids = tokenizer.encode(text, add_special_tokens=False)
         if max(ids) >= rows:

@@ -10,6 +10,7 @@ becomes `--W 7` and `--exact` or `--no-exact`, and --help prints the docstring. 
 since a sentence about W ends with its range (`read_ranges`). Keyword arguments of other kinds
 (`sample`, `log`, objects) are no options. main.py fills them in.
 """
+import json
 import math
 import os
 import re
@@ -103,8 +104,8 @@ def add_prompt_options(parser: ArgumentParser):
         "--prompts", type=read_prompts, metavar="FILE",
         default=f"{MODELS}/examples.jsonl",
         help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
-    parser.add_argument("--chat", action="store_true",
-                        help="put each prompt into the model's chat template")
+    parser.add_argument("--chat", nargs="?", const={}, type=json.loads, metavar="JSON",
+                        help='use the chat template, with settings as {"enable_thinking": false}')
     return files
 
 

@@ -89,13 +89,12 @@ class Recorder:
     def take_calls(self) -> list[dict]:
         """Return the calls of the round that is over, with their tokens and the likeliest ones."""
         lms = [*self.lms]
-        calls = self.calls
+        calls, self.calls = self.calls, []
         for call in calls:
             best = call["best"].tolist()
             call["ids"] = find_tokens(lms[call["lm"]], call["ids"])
             # The first rows may have no logits.
             call["best"] = [-1] * (len(call["ids"]) - len(best)) + best
-        self.calls = []
         return calls
 
     def note_commit(self, lm, path, *_) -> None:

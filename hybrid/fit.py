@@ -11,10 +11,12 @@ are replayed, and these are fitted to them:
 """
 import math
 from collections import Counter
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
-from hybrid.guessers import FLOOR, GUESSES, Trained
+from common import InputError
+from hybrid.guessers import FLOOR, KINDS, Trained
 from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
 from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import MODELS, EngineLM, depth_of, vocab_size
@@ -196,8 +198,9 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     out:       the JSON file to make
     work:      the folder of answers, by default OUT.work
     datastore: a file made by `python -m survey.rest build`, from which these answers are left out
-    adapters:  the folder of medusa.safetensors, hydra.safetensors and dflash.safetensors, or of
-               some of them
+    adapters:  the folder of medusa.safetensors, hydra.safetensors, dflash.safetensors and
+               mtp.safetensors, or of some of them. In place of the last one, an MTP block of the
+               target's own files is taken
     max_new_tokens: the most tokens of an answer
     """
     data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"))
@@ -210,10 +213,13 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     store = Datastore(BOUNDARY.join(x for x in texts if x[BEGIN:BEGIN + few] not in begins))
     lm = EngineLM(model, vocab_size(model, tokenizer))
     parts = {}
-    for kind in GUESSES[1:]:
+    for kind, make in KINDS.items():
         path = Path(adapters) / f"{kind}.safetensors"
         if path.exists():
-            parts[kind] = Trained(lm, kind, str(path))
+            parts[kind] = make(lm, kind, str(path))
+    if "mtp" not in parts:
+        with suppress(InputError):  # of a target without a block that can be used
+            parts["mtp"] = KINDS["mtp"](lm, "mtp", "")
     tokens, entries, guessed = replay_answers(lm, data, store, parts)
     # For each entry before a token: its class, and the token's share of the followers.
     chains = []

@@ -20,6 +20,7 @@ import argparse
 import functools
 import importlib
 import inspect
+import json
 import shlex
 import sys
 import time
@@ -506,7 +507,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     add("--draft", help="default: for the embedded target the embedded draft, else none")
     add("--adapters", type=Path, default=models, help="folder of what is trained for the target")
     add("--prompts", type=by_category, metavar="FILE", help="in place of the held-out tasks")
-    add("--chat", action="store_true", help="put prompts into the model's chat template")
+    add("--chat", nargs="?", const={}, type=json.loads, metavar="JSON",
+        help="put prompts into the model's chat template, with these settings of it")
     add("-n", type=int, default=10, help="prompts of each task or category")
     add("--rounds", type=int, default=5)
     add("--nodes", type=int, default=0,

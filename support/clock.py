@@ -86,7 +86,7 @@ class Clock:
             clock.note(1, len(tree))
             yield chunk
 
-    hybrid.py, which adds node after node to a tree, asks `price_row` in place of `choose`.
+    hybrid.py, which adds node after node to a tree, asks `find_prices` in place of `choose`.
 
     lm        the model that verifies, whose passes are the calls
     draft     a model whose passes are the steps of the guessing. Those over the prompt are the
@@ -126,16 +126,17 @@ class Clock:
         self.begin()
         return self.plan
 
-    def price_row(self) -> float:
-        """Begin a round, and return the final tokens that one more row of call and guessing costs.
+    def find_prices(self) -> tuple[float, float]:
+        """Begin a round, and return the final tokens that a second costs, and one more row.
 
-        A row costs what the latest rounds make in its time. Before the first round, a call of one
-        row stands for them, which makes one token.
+        A second costs what the latest rounds make in a second, and so does a row of call and
+        guessing. Before the first round, a call of one row stands for them, which makes one token.
         """
         self.begin()
         (one, row), (_, guess) = self.calls.line(), self.steps.line()
         tokens, seconds = (self.tokens, self.seconds) if self.seconds else (1, one + row)
-        return (row + guess) * tokens / max(seconds, 1e-9)
+        second = tokens / max(seconds, 1e-9)
+        return second, (row + guess) * second
 
     def begin(self) -> None:
         """Start a round, and note the passes over the prompt, if there were any."""
@@ -155,7 +156,7 @@ class Clock:
 
         steps     of the guessing. They are taken to be alike
         guesses   rows of all steps together
-        tokens    how many tokens became final. Only `price_row` reads them
+        tokens    how many tokens became final. Only `find_prices` reads them
         """
         seconds = time.perf_counter() - self.began
         self.tokens, self.seconds = FADE * self.tokens + tokens, FADE * self.seconds + seconds

@@ -7,8 +7,8 @@
 
     python -m survey.dflash train --prompts FILE --out my.safetensors
     python -m survey.dflash --adapter my.safetensors --prompt "..."
-    python -m survey.dflash --adapter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B --chat \
-        --prompt "..."                                      # a released draft, not tried here
+    python -m survey.dflash --adapter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B \
+        --chat '{"enable_thinking": false}' --prompt "..."  # a released draft, not tried here
 
 The h of a token are the target's hidden states there, the outputs of some layers side by side. The
 draft turns each h into a c. Its context is the c of all final tokens except the root, whose own h
@@ -65,7 +65,10 @@ Departures, besides those of EAGLE's sampling (eagle.py):
   Here: labels are the target's distributions, γ is 4 for every `--B`, the rate 3e-3. Why: small
   models learn faster this way.
 
-Left out: DSpark's confidence head, its loss, and its guess by the root's row.
+Left out: DSpark's confidence head, its loss, and its guess by the root's row. Such a head was
+trained beside the embedded draft, with its loss on 41,000 guesses. It tells of a guess whether it
+is right less well than the guess's own p does (cross-entropy 0.186 and 0.132). Chances with it made
+4.53 tokens a call for 4.46 with trees of 6 nodes, and no more with 9 (results/dflash.md).
 """
 import heapq
 import random

@@ -150,14 +150,16 @@ MUTANTS = {
         ("learn(chain, path)", "learn(parents, path)", "masks count as guesses that were wrong")],
     "hybrid/hybrid.py": [
         ("*path, token)", "token,)", "a node is guessed without the path to it"),
+        ("RIGHT * chance / price", "RIGHT / price", "a pass pays below unlikely nodes too"),
         ("learn(ids, logits)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path])", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
-        ("z[:self.vocab]", "z", "rows that are no tokens are guessed"),
-        ("z = self.logits[len(path)]", "z = self.logits[0]",
+        ("z[:self.target.vocab]", "z", "rows that are no tokens are guessed"),
+        ("z = self.made[()][len(path)]", "z = self.made[()][0]",
          "every depth is guessed by the block's first row"),
-        ("self.root, self.logits = tokens[-1], None", "self.root = tokens[-1]",
-         "the pass of the round before guesses"),
+        ("self.root, self.made = tokens[-1], {}", "self.root = tokens[-1]",
+         "the passes of the round before guess"),
+        ("len(missing) > worth", "False", "passes are made where they do not pay"),
         ("return {x: score / total", "return {x: score", "chances do not sum to 1")],
     "hybrid/fit.py": [
         ("if x[BEGIN:BEGIN + few] not in begins", "", "the held-out answers stay in the datastore"),
@@ -173,7 +175,7 @@ MUTANTS = {
         ("1e-9 + a + b * rows + c * steps", "1e-9 + a + c * steps", "rows of a call are free"),
         ("seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds", "pass",
          "a busy moment tilts the line"),
-        ("return (row + guess) * tokens", "return row * tokens", "growing a tree is free")],
+        ("return second, (row + guess) * second", "return second, row * second", "growing a tree is free")],
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),
@@ -339,8 +341,7 @@ def list_files(*folders: str) -> list[str]:
 
 def list_product() -> list[str]:
     """List the files that can have mistakes."""
-    return list_files(".", "cli", "hybrid", "models", "results", "support", "survey",
-                      "training")
+    return list_files(".", "cli", "hybrid", "models", "results", "support", "survey", "training")
 
 
 @functools.cache

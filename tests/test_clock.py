@@ -51,11 +51,11 @@ def test_a_row_costs_what_its_time_would_bring(now):
     with one token stands for the rounds. Older rounds fade."""
     clock = Clock(SimpleNamespace(weight=torch.zeros(1), passes=[]))
     clock.calls.line, clock.steps.line = (lambda: (2.0, 0.1)), (lambda: (7.0, 0.5))
-    assert clock.price_row() == pytest.approx(0.6 / 2.1)
-    for tokens, seconds, price in (2, 9, 0.6 * 2 / 9), (4, 1, 0.6 * (1.96 + 4) / (8.82 + 1)):
+    assert clock.find_prices() == pytest.approx((1 / 2.1, 0.6 / 2.1))
+    for tokens, seconds, second in (2, 9, 2 / 9), (4, 1, (1.96 + 4) / (8.82 + 1)):
         now[0] += seconds
         clock.note(1, 5, tokens)
-        assert clock.price_row() == pytest.approx(price)
+        assert clock.find_prices() == pytest.approx((second, 0.6 * second))
 
 
 def test_a_choice_is_made_again_when_passes_have_doubled():

@@ -17,7 +17,9 @@ from hybrid.hybrid import hybrid
 from hybrid.ngrams import NGrams
 from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import EngineLM
+from support.released import is_head
 from survey.medusa import Heads
+from survey.mtp import MTPBlock
 from survey.rest import Datastore
 from trainings import WORDLESS
 
@@ -63,7 +65,7 @@ def test_a_pool_is_fitted_to_what_is_right():
 
 def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
     """Answers that the datastore has are left out of it. The n-grams name x, which is right once of
-    two times, and the part names y."""
+    two times, and the parts name y."""
     model, stores, texts, file = tiny("llama"), [], [""], str(tmp_path / "t.json")
     group, guessed = (0, 2, 1), [{"y": 0.6}] * 2
     (tmp_path / "hydra.safetensors").touch()
@@ -72,6 +74,7 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
         stores.append(store.text)
         texts[0] = BOUNDARY.join([*(as_text(p[-2:] + a) for p, a in data), "kept"])
         return "xy", [[(group, Counter(x=3, z=1))]] * 2, dict.fromkeys(parts, guessed)
+    monkeypatch.setattr(guessers, "load_mtp", lambda path, model: MTPBlock(model, len(path)))
     for place in module, hybrid_module:
         monkeypatch.setattr(place, "load_datastore", lambda *_: Datastore(texts[0]))
     monkeypatch.setattr(module, "replay_answers", replay)
@@ -82,7 +85,9 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
     known, trust = load_trust(file, model), fit_trust([[(group, 0.75)], [(group, 0.0)]], CLASSES)
     chances = [{x: trust[0][2][1] * share for x, share in (("x", 0.75), ("z", 0.25))}] * 2
     assert stores == ["", "kept"] and known["trust"] == trust
-    assert known["pools"] == {"none": [], "hydra": fit_pool("xy", guessed, chances)}
+    assert known["pools"] == {"none": []} | dict.fromkeys(
+        ("hydra", "mtp"), fit_pool("xy", guessed, chances))
+    assert is_head(known["parts"]["mtp"], MTPBlock(model))  # of the target's own files: path ""
     for guess, said in (("dflash", "--guess must be one that .* was fitted for, got dflash"),
                         ("hydra", "--trust must be a .* fitted for this part of hydra, got")):
         with pytest.raises(InputError, match=said):

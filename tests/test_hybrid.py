@@ -9,8 +9,8 @@ import torch
 
 from families import tiny
 from hybrid import hybrid as module
-from hybrid.guessers import Trained, pool_chances
-from hybrid.hybrid import grow_hybrid, hybrid
+from hybrid.guessers import KINDS, pool_chances
+from hybrid.hybrid import PASS, grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
 from support.characters import BOUNDARY, as_text, as_tokens
 from support.clock import Clock
@@ -86,30 +86,43 @@ def test_the_best_nodes_come_first_and_a_part_is_asked_as_deep_as_it_guesses():
     (a, b, c, x), asked = as_tokens("abcx"), []
     ngrams = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF)
 
-    def guess(path):
+    def guess(path, worth):
         asked.append(path)
         return {x: 0.9, c: 0.1}
-    ids, parents, chances = grow_hybrid(b, ngrams, part_of(guess), POOL, 20, 0.01)
+    ids, parents, chances = grow_hybrid(b, ngrams, part_of(guess), POOL, 20, 0.01, 1.0)
     pooled = pool_chances({x: 0.9, c: 0.1}, ngrams.predict(), POOL)
     edges = [(ids[parent], node) for node, parent in zip(ids, parents)]
     assert asked == [()] and chances == sorted(chances, reverse=True) and chances[0] == 1
     assert chances[edges.index((b, c))] == pytest.approx(pooled[c])
     assert chances[edges.index((c, a))] == pytest.approx(pooled[c] * ngrams.predict([c])[a])
-    assert grow_hybrid(b, ngrams, part_of(guess), POOL, 3, 0.01)[0] == ids[:3]
-    found = grow_hybrid(b, ngrams, part_of(lambda path: {x: 0.0}), POOL, 20, 0.01)
-    assert found == grow_hybrid(b, ngrams, None, [], 20, 0.01)
+    assert grow_hybrid(b, ngrams, part_of(guess), POOL, 3, 0.01, 1.0)[0] == ids[:3]
+    found = grow_hybrid(b, ngrams, part_of(lambda *_: {x: 0.0}), POOL, 20, 0.01, 1.0)
+    assert found == grow_hybrid(b, ngrams, None, [], 20, 0.01, 1.0)
+
+
+def test_a_pass_pays_where_the_n_grams_are_unsure():
+    """It brings two tokens, times the chance of the node, times that of their best guess being
+    wrong. It costs 0.2 tokens."""
+    ngrams, asked, paths = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF), {}, [()]
+    part = part_of(lambda path, worth: asked.update({path: worth}) or {}, 2)
+    ids, parents, chances = grow_hybrid(as_tokens("b")[0], ngrams, part, POOL, 20, 0.01, 0.2)
+    for token, parent in zip(ids[1:], parents[1:]):
+        paths.append((*paths[parent], token))
+    assert len(asked) == 3 and asked == pytest.approx({
+        path: 2 * chance * (1 - max(ngrams.predict(path).values())) / 0.2
+        for path, chance in zip(paths, chances) if len(path) < 2})
 
 
 # ------------------------------------------------------------------------------ a trained part
 
-@pytest.mark.parametrize("kind", module.GUESSES[1:])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_part_reads_all_that_waits(kind):
     """The chances are the same if the part is asked after every token, after some, or after a
     prompt that has most of them. A part that overflows gives none, and one without a feature gives
     no token."""
     model, text, found = tiny("llama"), [3, 14, 15, 9, 2, 6, 5, 35, 8], []
     target, weights = random_part(model, kind)
-    part = Trained(target, kind, "part")
+    part = KINDS[kind](target, kind, "part")
     target.start(text, taps=part.taps)
     for ends in (range(1, 9), [1, 3, 4, 8], [7, 8]):
         part.start(target.features[:0], [])
@@ -123,8 +136,20 @@ def test_a_part_reads_all_that_waits(kind):
         assert found[0] == pytest.approx(chances, rel=1e-4) and len(chances) == RANKS
         assert max(chances) < 50
     if kind == "dflash":  # each depth by its own row of the block
-        logits = weights.add_markov(part.logits[1], torch.tensor(6))[:50]
+        logits = weights.add_markov(part.made[()][1], torch.tensor(6))[:50]
         assert max(part.predict([6]).values()) == pytest.approx(logits.softmax(-1).max().item())
+    if kind == "mtp":  # a pass for each path, and for the paths above it, if they are worth it
+        lm, rows = EngineLM(weights.lm, 50), (target.features[:8], text[1:])
+        lm.forward(weights.join(*rows))
+        for token in 6, 9:
+            logits = lm.forward(weights.join(lm.features[-1:], [token]))[0]
+        assert part.predict([6, 9], 1.9) == {} == part.predict([6], 0.9)
+        assert part.predict([5], 1) != {} and len(part.made) == 2
+        found_below = part.predict([6, 9], 2)
+        assert max(found_below.values()) == pytest.approx(logits.softmax(-1).max().item())
+        assert part.predict([6, 9], 0) == found_below and len(part.made) == 4
+        part.add(target.features[8:], [2])
+        assert part.predict([6], 0) == {}  # in another round
     # Row i of the part's LM head stands for token vocab[i], here for 60 in the place of 0.
     weights.vocab = weights.vocab.flip(0)
     part.start(target.features[:8], text[1:])
@@ -136,18 +161,22 @@ def test_a_part_reads_all_that_waits(kind):
     assert not any(part.predict().values())
 
 
-def test_a_round_is_grown_by_its_price(monkeypatch):
-    """But no node has a chance below LEAST, and with --nodes there is no price. The target's
-    choices after rejected nodes are learnt too."""
-    target, _ = random_part(tiny("llama"), "dflash")
+def test_a_round_is_grown_by_its_prices(monkeypatch):
+    """But no node has a chance below LEAST, and with --nodes there are no prices. The steps are the
+    passes. The target's choices after rejected nodes are learnt too."""
+    target, weights = random_part(tiny("llama"), "mtp")
     known, prices, grown, noted = Successors(), [0.2, 0.001, 0.3], [], []
-    monkeypatch.setattr(Clock, "price_row", lambda clock: prices.pop())
+    monkeypatch.setattr(Clock, "find_prices", lambda clock: (0.1, prices.pop()))
+    monkeypatch.setattr(KINDS["mtp"], "seconds", 0.1)
     monkeypatch.setattr(Clock, "note", lambda clock, *note: noted.append(note))
     monkeypatch.setattr(module, "grow_hybrid",
-                        lambda *given: grown.append(given[4:]) or grow_hybrid(*given[:4], 9, 0.01))
-    chunks = hybrid(target, [3, 1, 4], successors=known, **FILES)
+                        lambda *given: grown.append(given[4:]) or grow_hybrid(*given[:4], 9, 0.01,
+                                                                              given[6]))
+    chunks = hybrid(target, [3, 1, 4], guess="mtp", successors=known, **FILES)
     lengths = [len(next(chunks)) for _ in range(3)]
-    next(hybrid(target, [3, 1, 4], nodes=5, **FILES))
-    assert grown == [(64, 0.3), (64, 0.01), (64, 0.2), (5, 0.01)]
+    passes = target.once(EngineLM, weights.lm, 50).passes
+    assert sum(steps for steps, *_ in noted) == len(passes) > 3
+    next(hybrid(target, [3, 1, 4], guess="mtp", nodes=5, **FILES))
+    assert grown == [*((64, row, pytest.approx(0.01)) for row in (0.3, 0.01, 0.2)), (5, 0.01, PASS)]
     assert [tokens for *_, tokens in noted] == lengths
     assert len(known.rows) > sum(lengths)

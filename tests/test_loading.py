@@ -205,8 +205,8 @@ def chat():
 def test_tokens_without_embeddings_are_refused(embedded, chat):
     chat.add_tokens(["<new>"])
     with pytest.raises(InputError, match="1536 of them, got '<new>' with id 1536"):
-        encode_prompts(embedded[0], chat, ["Mia has 3 <new> apples."], False)
-    [ids] = encode_prompts(embedded[0], chat, ["Mia has 3 apples."], False)
+        encode_prompts(embedded[0], chat, ["Mia has 3 <new> apples."], None)
+    [ids] = encode_prompts(embedded[0], chat, ["Mia has 3 apples."], None)
     assert ids == chat.encode("Mia has 3 apples.")
 
 
@@ -216,22 +216,23 @@ def test_tokens_without_embeddings_are_refused(embedded, chat):
 def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
     chat.chat_template = template
     with pytest.raises(InputError, match=said) as refused:
-        encode_prompts(embedded[0], chat, ["Mia has 3 apples."], True)
+        encode_prompts(embedded[0], chat, ["Mia has 3 apples."], {})
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 450
     with pytest.raises(InputError, match="some text, got ''$"):
-        encode_prompts(embedded[0], chat, [""], True)
+        encode_prompts(embedded[0], chat, [""], {})
 
 
 def test_a_template_that_takes_a_prompt(embedded, chat):
-    chat.chat_template = "{% for m in messages %}Q: {{ m.content | trim }}{% endfor %}"
-    expected = chat.encode("Q: Mia", add_special_tokens=False)
-    assert encode_prompts(embedded[0], chat, ["Mia"], True) == [expected]
+    chat.chat_template = "{% for m in messages %}Q{{ mark }} {{ m.content | trim }}{% endfor %}"
+    for mark in ":", "?":
+        expected = chat.encode(f"Q{mark} Mia", add_special_tokens=False)
+        assert encode_prompts(embedded[0], chat, ["Mia"], {"mark": mark}) == [expected]
 
 
 def test_a_date_in_what_is_learnt_stays_the_same(embedded, chat):
     """A training that goes on after a while has the prompts that it had."""
     chat.chat_template = "{{ strftime_now('%Y %S.%f'), messages }}"
-    args = Namespace(prompts=["Mia"], chat=True)
+    args = Namespace(prompts=["Mia"], chat={})
     first, second = (encode_data(embedded[0], chat, args)[0] for _ in range(2))
     assert first == second and "2024" in chat.decode(first[0])
 
@@ -257,20 +258,19 @@ OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>").replace(
 
 
 @pytest.mark.parametrize("row, in_chat, prompt, answer", [
-    ({"prompt": "Tom has 3", "answer": " apples"}, False, "<s>Tom has 3", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": " apples</s> and"}, False, "<s>Tom has 3", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": " apples"}, True, "<user>Tom has 3<assistant>",
-     " apples</s>"),
-    ({"messages": TALK}, False, "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": "4\n\n5", "template": OPENS}, True,
+    ({"prompt": "Tom has 3", "answer": " apples"}, None, "<s>Tom has 3", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": " apples</s> and"}, None, "<s>Tom has 3", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": " apples"}, {}, "<user>Tom has 3<assistant>", " apples</s>"),
+    ({"messages": TALK}, None, "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
+    ({"prompt": "Tom has 3", "answer": "4\n\n5", "template": OPENS}, {},
      "<user>Tom has 3<assistant>", "4\n5</s>"),
-    ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, True, [5, 6], [8, 9]),
-    ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "tools": [{"f": {}}]}, False,
+    ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, {}, [5, 6], [8, 9]),
+    ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "tools": [{"f": {}}]}, None,
      "[{'f': {}}]<user>Tom has 3<assistant>", "(2 + 1) apples</s>"),
-    ({"messages": [ASKED, CALLING], "template": CALLS}, False, "<user>Tom has 3<assistant>",
+    ({"messages": [ASKED, CALLING], "template": CALLS}, None, "<user>Tom has 3<assistant>",
      r'[find {"what": "a \"red\"\napple"}]</s>'),
     ({"messages": [ASKED, CALLING, {"role": "tool", "content": "4"}, SAID], "template": CALLS},
-     False, r'<user>Tom has 3<assistant>[find {"what": "a \"red\"\napple"}]<tool>4<assistant>',
+     None, r'<user>Tom has 3<assistant>[find {"what": "a \"red\"\napple"}]<tool>4<assistant>',
      " apples</s>")])
 def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embedded, chat):
     chat.chat_template = row.get("template", TEMPLATE)
@@ -303,7 +303,7 @@ def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, cha
     chat.chat_template = row.get("template", TEMPLATE)
     chat.eos_token = row.get("eos", "</s>")
     with pytest.raises(InputError, match=f"^expected .* --data .*, got 'line 1': .*{said}"):
-        encode_pair(embedded[0], chat, row | {"where": "line 1"}, False)
+        encode_pair(embedded[0], chat, row | {"where": "line 1"}, None)
 
 
 # ----------------------------------------------------------------------------- its transformers

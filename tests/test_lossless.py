@@ -135,6 +135,7 @@ def trusting(model, part=None, kind: str = "none") -> Callable:
     return lambda lm, *_: {(rest.load_datastore, ("store", lm.model)): store,
                            (hybrid.load_trust, ("trust", lm.model)): known,
                            (dflash.load_draft, ("part", lm.model)): part,
+                           (mtp.load_draft, ("part", lm.model)): part,
                            (medusa.load_heads, ("part", kind, lm.model)): part}
 
 
@@ -187,8 +188,7 @@ METHODS = {
         draft_verify.draft_verify,
         dict(gamma=4, threshold=0.02, skipped={"attention": [1], "mlp": []}), few=dict(gamma=2)),
     "eagle": lambda model: Line(
-        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model))),
-        few=dict(nodes=3)),
+        eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model))), few=dict(nodes=3)),
     "eagle3": lambda model: Line(
         eagle3.eagle3, dict(nodes=9, trained=eagle3_layer(model)), few=dict(nodes=3)),
     "mtp": lambda model: Line(
@@ -202,14 +202,16 @@ METHODS = {
         medusa.medusa, dict(heads="hydra", nodes=9, trained=rand(medusa.Heads(model, "hydra", 3))),
         few=dict(nodes=3)),
     "hybrid, n-grams": lambda model: Line(
-        hybrid.hybrid, dict(guess="none", nodes=9, **FILES),
-        memo=trusting(model)),
+        hybrid.hybrid, dict(guess="none", nodes=9, **FILES), memo=trusting(model)),
     "hybrid, hydra": lambda model: Line(
         hybrid.hybrid, dict(guess="hydra", nodes=9, **FILES), few=dict(nodes=3),
         memo=trusting(model, rand(medusa.Heads(model, "hydra", 3)), "hydra")),
     "hybrid, dflash": lambda model: Line(
         hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES),
         memo=trusting(model, block_draft(model), "dflash")),
+    "hybrid, mtp": lambda model: Line(
+        hybrid.hybrid, dict(guess="mtp", nodes=9, **FILES), few=dict(nodes=3),
+        memo=trusting(model, rand(mtp.MTPBlock(model)), "mtp")),
     "early_exit": lambda model: Line(
         early_exit.early_exit,
         dict(gamma=4, threshold=0.2, trained=rand(early_exit.Exit(model, 1))),
