@@ -3,7 +3,8 @@ short convolutions, as in Qwen3.5, Granite 4 and LFM2.
 
     Mamba-2           Dao and Gu 2024, arXiv 2405.21060
     Gated DeltaNet    Yang et al. 2024, arXiv 2412.06464
-    trees on it       arXiv 2608.20961. Kimi Linear's decay of each channel by itself fits as well
+    trees on it       Wu et al. 2025 (STree), arXiv 2505.14969, were first, on state-space models.
+                      Later arXiv 2608.20961. Kimi Linear's decay of each channel fits as well
 
 Such a layer reads the text token by token into one matrix S, its state. Token j first shrinks
 the state by the decay exp(g_j). Then it adds the product of a key k_j and a value u_j:

@@ -28,7 +28,7 @@ Departures:
   is what LayerSkip's exit would say, so fewer steps are needed.
 - Sampling. Released code: only greedy decoding. Here: sampling too, exactly. Why: LayerSkip's loop
   has the rule of speculative sampling already.
-- Training. Paper: ShareGPT, and a rate of 3e-5 in the released code. Here: the model's own greedy
+- Training. Paper: ShareGPT, and a rate of 5e-5 in the released code. Here: the model's own greedy
   answers, and 2e-3 with a cosine. Why: the adapter guesses these answers, and small models need a
   higher rate.
 """
