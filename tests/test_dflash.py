@@ -56,15 +56,17 @@ SPEC = FLAT | {
     "mask_token_id": 60, "block_size": 4, "num_target_layers": 3, "markov_rank": 0,
     "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
 OTHERS = {"block_size": 4, "mask_token_id": 60, "aux_hidden_state_layer_ids": [1, 2],
-          "speculators_model_type": "dspark", "draft_vocab_size": 20, "transformer_layer_config":
-          FLAT | {"use_sliding_window": True, "model_type": "qwen3"}}
+          "speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"],
+          "draft_vocab_size": 20, "transformer_layer_config": FLAT | {
+              "use_sliding_window": True, "model_type": "qwen3"}}
 ALL, BACK, NEAR = (-99, 99), (0, 99), (0, 3)  # how many places before its own a row sees
 LAYOUTS = {  # a config.json, the hidden states that are read, what rows of both layers see, and
     # the first row that guesses
     "z-lab": (RELEASED, (2, 1), ALL, NEAR, 1),
     "no window": (RELEASED | {"use_sliding_window": None}, (2, 1), ALL, BACK, 1),
-    "window null": (RELEASED | {"sliding_window": None}, (2, 1), ALL, BACK, 1),
     "no kinds": (RELEASED | {"layer_types": None, "max_window_layers": 1}, (2, 1), ALL, NEAR, 1),
+    "neither": (RELEASED | {"layer_types": None, "max_window_layers": 1, "sliding_window": None},
+                (2, 1), ALL, ALL, 1),
     "causal": (RELEASED | {"dflash_config": INSIDE | {"causal": True}}, (2, 1), BACK, NEAR, 1),
     "not causal": (RELEASED | {"is_causal": False}, (2, 1), ALL, (-2, 3), 1),
     "anchor first": (RELEASED | {"sample_from_anchor": True}, (2, 1), ALL, NEAR, 0),
