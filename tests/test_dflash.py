@@ -57,8 +57,7 @@ SPEC = FLAT | {
     "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
 OTHERS = {"block_size": 4, "mask_token_id": 60, "aux_hidden_state_layer_ids": [1, 2],
           "speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"],
-          "draft_vocab_size": 20, "transformer_layer_config": FLAT | {
-              "use_sliding_window": True, "model_type": "qwen3"}}
+          "transformer_layer_config": FLAT | {"use_sliding_window": True, "model_type": "qwen3"}}
 ALL, BACK, NEAR = (-99, 99), (0, 99), (0, 3)  # how many places before its own a row sees
 LAYOUTS = {  # a config.json, the hidden states that are read, what rows of both layers see, and
     # the first row that guesses
@@ -74,8 +73,8 @@ LAYOUTS = {  # a config.json, the hidden states that are read, what rows of both
     "DeepSpec's DFlash": (SPEC, (0, 2), ALL, ALL, 0),
     "speculators' DFlash": (OTHERS | {"sliding_window_non_causal": True}, (1, 2), ALL, (-2, 3), 1),
     "speculators' DSpark": (OTHERS | MARKOV | {"sample_from_anchor": True}, (1, 2), ALL, NEAR, 0),
-    "Llama's layers": (OTHERS | {"transformer_layer_config": FLAT | {"model_type": "llama"}},
-                       (1, 2), ALL, NEAR, 1)}
+    "Llama's layers": (OTHERS | {"sliding_window": 3, "transformer_layer_config": FLAT | {
+        "model_type": "llama", "sliding_window": None}}, (1, 2), ALL, NEAR, 1)}
 LAYER = {"self_attn.q_proj": (40, 32), "self_attn.k_proj": (20, 32), "self_attn.v_proj": (20, 32),
          "self_attn.o_proj": (32, 40), "self_attn.q_norm": (10,), "self_attn.k_norm": (10,),
          "input_layernorm": (32,), "post_attention_layernorm": (32,), "mlp.gate_proj": (24, 32),
@@ -86,7 +85,8 @@ SHAPES = {"fc": (32, 64), "hidden_norm": (32,), "norm": (32,)} | {
 
 def draw_tensors(config: dict = RELEASED, model=MODEL) -> dict[str, torch.Tensor]:
     """Draw exactly the tensors that a layout has."""
-    rng, rows, shapes = torch.Generator().manual_seed(1), config.get("draft_vocab_size"), SHAPES
+    rng, shapes = torch.Generator().manual_seed(1), SHAPES
+    rows = 20 * ("speculators_model_type" in config)
     if config.get("markov_rank"):
         shapes = shapes | {"confidence_head.proj": (1, 40), "markov_head.markov_w1": (61, 8),
                            "markov_head.markov_w2": (rows or 61, 8)}
@@ -157,7 +157,7 @@ def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch, n
         z = draft.add_markov(z, torch.tensor([root]))
         expected = guess_by_formula(w, text, config, *form, first=first)[:, :50]
         torch.testing.assert_close(z, expected, atol=1e-4, rtol=1e-4)
-        assert (root, nodes) == (text[-1], 4)
+        assert (root, nodes, draft.B) == (text[-1], 4, 5 - first)
         text = text + chunk
     assert (draft.embed is MODEL.get_input_embeddings()) == (not trained)
     assert (draft.head is MODEL.get_output_embeddings()) == (len(z[0]) == 50 and not trained)
