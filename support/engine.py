@@ -329,6 +329,7 @@ def check(model, run_as: type[EngineLM] = EngineLM):
 
 FIRST = 64  # tokens of an answer by which a head is doubted
 ENOUGH = 16  # guesses that must have been tried for that
+MONOTONE = 0.7  # of the tokens are one token: a right head of three guesses is no better than it
 
 
 def doubt_head(text: list[int], log: list[dict]) -> str:
@@ -337,7 +338,8 @@ def doubt_head(text: list[int], log: list[dict]) -> str:
     A head that reads the wrong layers, or whose tokens are shifted, leaves the text as it is, and
     nobody would notice. Its guesses are compared with one guess for all tokens, the most frequent
     one. If this one is right more often, the head is doubted. Trees hold several guesses for a
-    token, so only a head that is quite wrong is found.
+    token, so only a head that is quite wrong is found. A text of nearly only one token says nothing
+    of a head, since a round also ends if all its guesses were right.
 
     text   the tokens of an answer, whose first ones are looked at
     log    the records of its rounds
@@ -348,7 +350,7 @@ def doubt_head(text: list[int], log: list[dict]) -> str:
         if record["guessed"] and end <= len(text):  # a round ends with a wrong guess
             right, tried = right + record["accepted"], tried + record["accepted"] + 1
     constant = max(map(text.count, text)) / len(text)
-    if tried < ENOUGH or right / tried >= constant:
+    if tried < ENOUGH or right / tried >= constant or constant > MONOTONE:
         return ""
     return (f"\nthe head fits this model badly: {right / tried:.0%} of its guesses are right, and "
             f"{constant:.0%} would be of one token alone")

@@ -11,7 +11,20 @@ tensors tell what kind of head it is, since configurations say it in many ways o
 
 A head of any other kind is refused, and so is a file with a tensor whose name is not expected. Of
 pickled files only those are read that hold nothing but tensors, and none of their code is run.
+
+Drafts of DFlash and DSpark come in three layouts. They agree in the names of the layers' tensors:
+
+    z-lab          `target_layer_ids` are the layers whose outputs are read, in the order of the
+                   columns of `fc`. Settings may be in `dflash_config`. The root's row guesses only
+                   if `sample_from_anchor` says so
+    DeepSpec       the root's row guesses, too. The Markov head is markov_head.markov_w1 and _w2,
+                   and the confidence head is confidence_head.proj. There are copies of the target's
+                   embeddings and LM head
+    speculators    `aux_hidden_state_layer_ids` are one more. An LM head of its own has rows for
+                   some tokens, which d2t lists. Sliding layers look ahead in a block if
+                   `sliding_window_non_causal` says so
 """
+import math
 import re
 from pathlib import Path
 from typing import Callable, Sequence
@@ -19,7 +32,7 @@ from typing import Callable, Sequence
 from common import InputError, context_length
 from support.engine import depth_of, require
 from support.files import ask_hub, check_file, explain_errors, read_json
-from support.layers import choose_taps, make_config, tap_widths
+from support.layers import choose_taps, make_config, share_weights, tap_widths
 from support.packed import plain
 from support.parts import Part, belongs, fill, load_trained, match_type, some_embeddings
 
@@ -33,10 +46,14 @@ from transformers.utils import cached_file
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What a message calls a kind of head, and names by which it is known. The kinds are tried in this
-# order, since EAGLE-3 and DFlash have the name of EAGLE, too.
+# order, since EAGLE-3 and DFlash have the name of EAGLE, too. Three kinds, which no file here reads,
+# are in the table for messages only.
 KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
+    "a DFlash 2 draft": r"candidate_selector\..*",
+    "a Domino draft": r"(logits_correction\.)?prefix_gru\..*",
+    "a DSpark draft whose Markov head reads more than a token": r"markov_head\.(gate|joint)_.*",
     "a DFlash draft": r"hidden_norm\.weight",
     "an EAGLE head": r"fc\.weight"}
 # The settings of a layer that are read from a head's configuration:
@@ -45,8 +62,12 @@ SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 # The settings of its rotary positions. A configuration has the first two or the third:
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The settings that are read of a draft of DFlash as well:
-DFLASH = ("num_hidden_layers", "layer_types", "attention_bias",
-          "input_embedding_scale", "output_multiplier", "markov_rank")
+DFLASH = ("num_hidden_layers", "layer_types", "attention_bias", "sliding_window",
+          "use_sliding_window", "max_window_layers", "input_embedding_scale", "output_multiplier",
+          "markov_rank", "enable_confidence_head", "confidence_head_with_markov")
+# Those of DSpark's tensors that have other names here:
+DSPARK = {"markov_head.markov_w1": "W1", "markov_head.markov_w2": "W2",
+          "confidence_head.proj": "confidence"}
 ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 
@@ -75,8 +96,9 @@ def read_files(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """
     config = read_json(find_file(path, ["config.json"]))
     if config.get("transformer_layer_config"):  # the package speculators writes nested ones
+        layer = {name: x for name, x in config["transformer_layer_config"].items() if x is not None}
         # If such a configuration does not say whether the residual stream is normed, it is.
-        config = {"norm_before_residual": True} | config | config["transformer_layer_config"]
+        config = {"norm_before_residual": True} | config | layer
     files = [find_file(path, WEIGHTS)]
     if files[0].name.endswith(".index.json"):
         parts = {*read_json(files[0])["weight_map"].values()}
@@ -170,6 +192,18 @@ def read_eagle3(path: str, model) -> tuple:
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
     form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
     form["fc_norm"] = any(name.startswith("fc_norm.") for name in tensors)
+    vocab = take_vocab(tensors, path, model).tolist()
+    return read_layer_config(path, config, model), taps, vocab, form, tensors
+
+
+def take_vocab(tensors: dict[str, torch.Tensor], path: str, model) -> torch.Tensor:
+    """Take out of a head's tensors what says for which tokens its LM head has rows.
+
+    tensors  the head's
+    path     the head's, for messages
+    model    the target
+    returns  the tokens [V']. InputError if the target lacks one of them
+    """
     # Row i of the LM head stands for token i + d2t[i]. t2d says whether a token has a row.
     V = len(model.get_output_embeddings().weight)
     offsets = tensors.pop("d2t", torch.zeros(V, dtype=torch.int64))
@@ -177,7 +211,7 @@ def read_eagle3(path: str, model) -> tuple:
     vocab = torch.arange(len(offsets)) + offsets
     require(0 <= vocab.min() <= vocab.max() < V, "adapter", f"a head for {V} tokens",
             f"{path!r} for others")
-    return read_layer_config(path, config, model), taps, vocab.tolist(), form, tensors
+    return vocab
 
 
 def describe_dflash(model, ids: list[int], mask: int, layers: int, B: int, markov: int) -> dict:
@@ -201,35 +235,76 @@ def describe_dflash(model, ids: list[int], mask: int, layers: int, B: int, marko
         "dflash_config": {"target_layer_ids": ids, "mask_token_id": mask}}
 
 
+def find_setting(told: dict, names: Sequence[str], default):
+    """Return the first of some settings that a configuration has, or a default value."""
+    return next((told[name] for name in names if told.get(name) is not None), default)
+
+
 def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
     """Read what config.json says of a draft of DFlash.
 
     config   its settings. Some may be in `dflash_config`
     model    the target
-    returns  the configuration of its layers, with the other settings and `window` and `cap`, and
-             the numbers of the layers whose inputs it reads. Any error if they do not fit
+    returns  the configuration of its layers, and the numbers of the layers whose inputs it reads,
+             in ascending order. The configuration has the other settings and these: `cap`; `first`,
+             the first row of a block that guesses; `order`, for each of the layers that are read
+             the place where it is listed; and `sight`, {kind of a layer: (low, high)}. A row of
+             such a layer sees the rows that are low to high - 1 places before it. Any error if the
+             settings do not fit
     """
-    told = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "markov_rank": 0} | config
+    told = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "markov_rank": 0,
+            "enable_confidence_head": False, "confidence_head_with_markov": True} | config
     told |= config.get("dflash_config") or {}
+    other = "speculators_model_type" in told
+    # Qwen3's own configuration has no window without this setting, and one of 4096 if it is None.
+    told.setdefault("use_sliding_window", other and told.get("model_type") != "qwen3")
+    if told.get("sliding_window", 0) is None:
+        told["use_sliding_window"] = False
     form = read_layer_config("config.json", told, model, Qwen3Config, DFLASH)
     form.block_size, form.mask_token_id = told["block_size"], told["mask_token_id"]
     form._attn_implementation = "grouped"  # the attention of support/engine.py
-    form.window, form.cap = (told.get(name) or 0
-                             for name in ("sliding_window", "final_logit_softcapping"))
-    h, L, taps = form.hidden_size, depth_of(model), [1 + i for i in told["target_layer_ids"]]
-    # With these settings a draft has other masks than `layer_types` says.
-    odd = [x for x in ("is_causal", "causal", "use_swa", "attention_sink_bias") if told.get(x)]
-    if told.get("is_causal") is False and "sliding_attention" in form.layer_types:
-        odd.append("is_causal false in sliding layers")
-    if odd:
-        raise InputError(f"expected a draft without {', '.join(odd)}")
-    if not 0 <= min(taps) <= max(taps) <= L:
-        raise InputError(f"expected a draft that reads layers below {L}, got {taps}")
-    widths = [model.get_input_embeddings().weight.shape[1], *tap_widths(model, taps)]
-    if widths != [h] * len(widths):
-        raise InputError(f"expected embeddings and hidden states of {h} numbers, as the draft has, "
-                         f"got {widths}")
+    form.cap = told.get("final_logit_softcapping") or 0
+    form.first = 1 - bool(find_setting(
+        told, ("sample_from_anchor", "query_zero_predicts_next", "shift_label"),
+        not other and "DSpark" in str(told.get("architectures"))))
+    form.sight = {}
+    for kind, causal, window in (
+            ("full_attention", False, math.inf),
+            ("sliding_attention", not told.get("sliding_window_non_causal"),
+             form.sliding_window or math.inf)):
+        causal = find_setting(told, ("is_causal", "causal"), causal)
+        form.sight[kind] = (0 if causal else 1 - window, window)
+    ids = told.get("aux_hidden_state_layer_ids") or [1 + i for i in told["target_layer_ids"]]
+    form.order = sorted(range(len(ids)), key=ids.__getitem__)
+    taps = [ids[i] for i in form.order]
+    check_dflash(told, form, taps, model)
     return form, taps
+
+
+def check_dflash(told: dict, form: Qwen3Config, taps: list[int], model) -> None:
+    """Raise an InputError if a draft of DFlash does not fit a model. `told` are all settings.
+
+    The other arguments are what `read_dflash` returns, and the target.
+    """
+    table, h, L = model.get_input_embeddings().weight, form.hidden_size, depth_of(model)
+    depth, B, mask = told.get("num_target_layers"), form.block_size, form.mask_token_id
+    # With these settings a draft has other layers or masks than are computed here.
+    odd = [x for x in ("use_swa", "attention_sink_bias") if told.get(x)]
+    widths = [table.shape[1], *tap_widths(model, taps)]
+    # In speculators' layout layer L would be read before the norm that stands before the LM head.
+    last = L - ("aux_hidden_state_layer_ids" in told)
+    for fits, expected, got in (
+            (not odd, "without settings that are not known here", odd),
+            (depth in (None, L), f"for a model of {L} layers", depth),
+            (len({*taps}) == len(taps) and 0 <= taps[0] and taps[-1] <= last,
+             f"that reads different layers below {last}", taps),
+            (widths == [h] * len(widths),
+             f"of embeddings and hidden states of {h} numbers, as its own are", widths),
+            (isinstance(B, int) and B > form.first, f"with a block_size above {form.first}", B),
+            (isinstance(mask, int) and 0 <= mask < len(table),
+             f"whose mask_token_id is a token below {len(table)}", mask)):
+        if not fits:
+            raise InputError(f"expected a draft {expected}, got {got!r}")
 
 
 def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
@@ -261,22 +336,59 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
     return match_type(draft, model)
 
 
-def load_head(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
-    """Read a part from its file or from a released head, which have tensors of the same names.
+def take_own(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, path: str,
+             rows: int = 0) -> torch.nn.Module:
+    """Take an LM head or embeddings out of a head's tensors, and use them if they are others.
+
+    module   the target's
+    tensors  the head's
+    name     the name of the table among them
+    path     the head's, for messages
+    rows     how many rows its table has. 0: as many as the target's
+    returns  the target's module if the head has no table or the same one, and otherwise a module
+             with the head's. InputError if that table is damaged or of another shape
+    """
+    table = plain(module.weight)
+    given, rows = tensors.pop(name, table), rows or len(table)
+    if rows == len(table) and torch.equal(given.to(table), table):
+        return module
+    own = share_weights(module)
+    own.weight = torch.nn.Parameter(table.new_empty(rows, table.shape[1]), requires_grad=False)
+    fill({name: own.weight}, {name: given}, path)
+    return own
+
+
+def load_dflash(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
+    """Read a draft of DFlash from its file, or a released one in any of its layouts.
 
     path     the file, or the directory or hub id
     title    what the part must be, in the words of KINDS
     model    the target
-    make     a function from {"config": what a released config.json says} to a part with any weights
-    returns  the part, in the type of its model. InputError if it does not fit
+    make     a function from {"config": what a released config.json says} to a draft with any
+             weights
+    returns  the draft, in the type of its model. InputError if it does not fit
     """
     if not is_released(path):
         return load_trained(path, title, model, make)
-    config, tensors = read_head(str(path), title)
+    path = str(path)
+    config, found = read_head(path, title)
+    tensors = {}
+    for name, x in found.items():
+        stem, _, last = name.rpartition(".")
+        if not name.startswith("verifier_"):  # these are copies of the target's tensors
+            tensors[f"{DSPARK.get(stem, stem)}.{last}".removeprefix(".")] = x
+    vocab = take_vocab(tensors, path, model)
     with explain_errors("a head whose config.json fits this model", path):
-        part = make({"config": config})
-    fill(part.trainable(), tensors, path)
-    return match_type(part, model)
+        draft = make({"config": config | {
+            "draft_vocab_size": len(vocab),
+            "enable_confidence_head": "confidence.weight" in tensors}})
+        fc = tensors["fc.weight"].unflatten(1, (len(draft.taps), -1))
+        tensors["fc.weight"] = fc[:, draft.form.order].flatten(1)
+    draft.vocab = vocab.to(draft.vocab)
+    draft.embed = take_own(draft.embed, tensors, "embed_tokens.weight", path)
+    draft.head = take_own(draft.head, tensors, "lm_head.weight", path, len(vocab))
+    fill(draft.trainable(), tensors, path)
+    return match_type(draft, model)
 
 
 # ------------------------------------------------------------------------------- which head it is

@@ -65,10 +65,14 @@ Departures, besides those of EAGLE's sampling (eagle.py):
   Here: labels are the target's distributions, γ is 4 for every `--B`, the rate 3e-3. Why: small
   models learn faster this way.
 
-Left out: DSpark's confidence head, its loss, and its guess by the root's row. Such a head was
-trained beside the embedded draft, with its loss on 41,000 guesses. It tells of a guess whether it
-is right less well than the guess's own p does (cross-entropy 0.186 and 0.132). Chances with it made
-4.53 tokens a call for 4.46 with trees of 6 nodes, and no more with 9 (results/dflash.md).
+Left out: DSpark's confidence head and its loss. Such a head was trained beside the embedded draft,
+on 41,000 guesses. It tells of a guess whether it is right less well than the guess's own p does
+(cross-entropy 0.186 and 0.132). Chances with it made 4.53 tokens a call for 4.46 with trees of 6
+nodes, and no more with 9 (results/dflash.md).
+
+DSpark's drafts, and some others that released.py lists, have a guess g_1 of the root's row as well.
+So a block of B rows has B guesses. They are read, and not trained here. transformers 5.23 runs
+drafts of one class (`speculation_type="dflash"`).
 """
 import heapq
 import random
@@ -81,7 +85,7 @@ from support.clock import Choice, Clock, list_sizes
 from support.engine import MODELS, EngineLM, depth_of
 from support.layers import read_taps, tap_widths
 from support.parts import Part, save_trained, score_with
-from support.released import describe_dflash, load_head, read_dflash
+from support.released import describe_dflash, load_dflash, read_dflash
 from support.trees import Acceptance, keep_nodes, rank_tokens
 from training.loop import (compute_frozen, count_tokens, fit_part, low_precision, prepare_training,
                            sample_alike, warm_cosine)
@@ -105,6 +109,13 @@ class BlockDraft(Part):
     model    the target
     config   what config.json of a released draft says (released.describe_dflash)
     seed     a seed for the random weights
+
+    B        one more than the guesses of a block. These are the block's rows, unless the root's row
+             guesses, too
+    vocab    [V'], the tokens that the rows of its LM head stand for
+    confidence  DSpark's confidence head, a product that gives the logit of how likely it is that
+             the guess of a row is right. It reads what the LM head reads and, if the configuration
+             says so, the Markov head's W1 of the token before. None: the draft has none
     """
     title = "a DFlash draft"
     prior = 0.9  # for `Acceptance`. The embedded draft guesses 0.93 of the first tokens of blocks
@@ -113,10 +124,11 @@ class BlockDraft(Part):
         super().__init__()
         self.config = config
         self.form, self.taps = read_dflash(config, model)
-        self.B, h, rank = self.form.block_size, self.form.hidden_size, self.form.markov_rank
+        self.B = self.form.block_size + 1 - self.form.first
+        h, rank = self.form.hidden_size, self.form.markov_rank
         self.embed, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         V = len(self.head.weight)
-        self.vocab = torch.arange(V, device=model.device)
+        self.vocab = torch.arange(config.get("draft_vocab_size") or V, device=model.device)
         model.requires_grad_(False)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -124,8 +136,13 @@ class BlockDraft(Part):
             self.layers = torch.nn.ModuleList(
                 Qwen3DecoderLayer(self.form, i) for i in range(self.form.num_hidden_layers))
             if rank:  # at first the Markov head adds nothing
-                self.W1, self.W2 = torch.nn.Embedding(V, rank), torch.nn.Linear(rank, V, bias=False)
+                self.W1 = torch.nn.Embedding(V, rank)
+                self.W2 = torch.nn.Linear(rank, len(self.vocab), bias=False)
                 torch.nn.init.zeros_(self.W2.weight)
+            self.confidence = None
+            if self.form.enable_confidence_head:
+                reads = h + rank * bool(self.form.confidence_head_with_markov)
+                self.confidence = torch.nn.Linear(reads, 1)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(h, self.form.rms_norm_eps) for _ in range(2))
         self.rotary = Qwen3RotaryEmbedding(self.form)
         self.to(model.device)
@@ -156,31 +173,34 @@ class BlockDraft(Part):
                   the next pass writes over them
         returns   [N, G, B - 1, h], what the LM head reads
         """
-        ids = F.pad(tokens[..., None], (0, self.B - 1), value=self.form.mask_token_id).flatten(1)
+        rows = self.form.block_size
+        ids = F.pad(tokens[..., None], (0, rows - 1), value=self.form.mask_token_id).flatten(1)
         # Raw rows, as in the released code. Gemma's own module would scale them.
         x = F.embedding(ids, self.embed.weight).to(self.fc.weight.dtype)
         x = x * self.form.input_embedding_scale
-        at = (places[..., None] + torch.arange(self.B, device=x.device)).flatten(1)  # [N, n]
+        at = (places[..., None] + torch.arange(rows, device=x.device)).flatten(1)  # [N, n]
         context = torch.arange(cache.start, device=x.device).expand(len(at), 1, -1)
-        block = torch.arange(at.shape[1], device=x.device) // self.B
-        visible = torch.cat([context < places.repeat_interleave(self.B, 1)[..., None],
+        block = torch.arange(at.shape[1], device=x.device) // rows
+        visible = torch.cat([context < places.repeat_interleave(rows, 1)[..., None],
                              (block[:, None] == block).expand(len(at), -1, -1)], 2)
         past = at[..., None] - torch.cat([context, at[:, None]], 2)  # [N, n, slots]
-        near = visible & (0 <= past) & (past < self.form.window)
-        masks = {kind: torch.where(seen[:, None], 0.0, -torch.inf).to(x) for kind, seen in (
-            ("full_attention", visible), ("sliding_attention", near))}
+        masks = {}
+        for kind in {*self.form.layer_types}:
+            low, high = self.form.sight[kind]
+            seen = visible & (low <= past) & (past < high)
+            masks[kind] = torch.where(seen[:, None], 0.0, -torch.inf).to(x)
         rotary = self.rotary(x, at)
         for layer, kind in zip(self.layers, self.form.layer_types):
             x = layer(x, masks[kind], past_key_values=cache, position_embeddings=rotary)
-        return self.norm(x).unflatten(1, (-1, self.B))[:, :, 1:]
+        return self.norm(x).unflatten(1, (-1, rows))[:, :, self.form.first:]
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [..., V] of what the LM head reads, without the Markov head."""
+        """Return the logits [..., V'] of what the LM head reads, without the Markov head."""
         z = self.head(hidden.to(self.head.weight.dtype)).float() * self.form.output_multiplier
         return self.form.cap * (z / self.form.cap).tanh() if self.form.cap else z
 
     def add_markov(self, z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Add to logits z [..., V] what the Markov head says of the tokens [...] before them."""
+        """Add to logits z [..., V'] what the Markov head says of the tokens [...] before them."""
         if not self.form.markov_rank:
             return z
         # In decoding the logits that stand for no token are cut off.
@@ -196,7 +216,7 @@ def run_block(draft: BlockDraft, cache: KVCache, features: torch.Tensor,
 
     cache     the keys and values of the draft's context
     features  [m, t], what was tapped of the tokens that became final since the last block
-    returns   z [B - 1, V], the logits of the guesses, without the Markov head
+    returns   z [B - 1, V'], the logits of the guesses, without the Markov head
     """
     draft.read(features[None], cache)
     tokens, places = torch.tensor([[[root]], [[cache.start]]], device=features.device)
@@ -207,7 +227,7 @@ def run_block(draft: BlockDraft, cache: KVCache, features: torch.Tensor,
 def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[list, list]:
     """Grow the tree of the n likeliest nodes below a root. A node has at most RANKS children.
 
-    z        [B - 1, V], the logits of a block, without the Markov head
+    z        [B - 1, V'], the logits of a block, without the Markov head
     returns  ids and parents of the nodes, the likeliest first. So the first m are the tree of m
     """
     ids, parents, chances = [root], [-1], [1.0]
@@ -390,8 +410,8 @@ def save_draft(path: Path, draft: BlockDraft, model) -> None:
 
 def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file, or a released one. InputError if it does not fit the model."""
-    return load_head(path, BlockDraft.title, model,
-                     lambda header: BlockDraft(model, header["config"]))
+    return load_dflash(path, BlockDraft.title, model,
+                       lambda header: BlockDraft(model, header["config"]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@
     python -m survey.mtp train --target DIR --prompts FILE --out my.safetensors
     python -m survey.mtp --target DIR --adapter my.safetensors --prompt "..."
 
+transformers 5.23 has generate(use_mtp=True) for DeepSeek-V3, GLM-4.5 and some others: a chain of
+one guess a block. It refuses models with a state, such as Qwen3.5.
+
 The feature f_i of position i is what the LM head reads to choose token t_{i+1}, after the target's
 final norm. Row i has position i:
 
@@ -22,8 +25,9 @@ The layer learns from what it guessed itself, as EAGLE-3's does (training/unroll
     loss = Σ_n 0.6^n CrossEntropy(target's distribution, the guess of pass n)
 
 The layer is one of the target's family, with full attention, and with experts if the last such
-layer of the target has some. Checkpoints name its tensors in two ways, where N is the number of the
-target's layers. transformers drops them, so they are read from the safetensors files:
+layer of the target has some. A checkpoint is refused if its block may have another attention, as
+those of Mellum and K-EXAONE have. Checkpoints name the tensors in two ways, where N is the number
+of the target's layers. from_pretrained drops them, so they are read from the safetensors files:
 
     Qwen3-Next, Qwen3.5                 DeepSeek-V3, GLM-4.5: model.layers.N.…
     mtp.pre_fc_norm_embedding.weight    enorm.weight
@@ -40,7 +44,8 @@ has been set to 0, which its issue 33299 calls a mistake. It is not done here.
 
 Departures, besides those of EAGLE's tree (eagle.py):
 - Blocks. DeepSeek-V3's paper: a block for each depth. Here: one block, which reads its own output,
-  as in FastMTP. Why: the checkpoints have one. MiMo's blocks have other names, and are not read.
+  as in FastMTP. Why: most checkpoints have one. Step-3.7 has three, which are not read, and neither
+  are MiMo's, whose names are others.
 - Training. DeepSeek-V3's paper: the target learns too, and row j of a later pass sees the rows of
   its pass up to j. Both papers: labels are tokens. Here: the target stays frozen, as in FastMTP,
   rows see what they see in decoding, and labels are the target's distributions. Why: the output is
@@ -56,11 +61,10 @@ from typing import Iterator
 
 from common import InputError, Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require
-from support.files import check_file, explain_errors, read_json
+from support.files import ask_hub, check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
-from support.packed import plain
 from support.parts import Part, head_for, load_trained, save_trained, score_with
-from support.released import WEIGHTS, fill_layer, find_file
+from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
 from survey.eagle import decode
 from training.loop import find_frequent, prepare_training
 from training.unroll import fit_unrolled
@@ -73,6 +77,8 @@ NAMES = {  # what belongs to the layer beyond the last one, and not to a layer o
     "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
     "shared_head.norm": "mtp.norm", "shared_head.head": "lm_head", "embed_tokens": "embed_tokens"}
 EXPERTS = "mtp.layers.0.mlp.experts."
+# Families whose blocks have full attention, if their configurations do not say which they have:
+FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 # ----------------------------------------------------------------------------------- the draft
@@ -83,6 +89,7 @@ class MTPBlock(Part):
     `lm` is a model of one layer of the target's family, with the target's embeddings and LM head.
 
     seed     of the random weights of `fc`
+    dtype    of the weights
 
     vocab    [V'], the tokens that the rows of the LM head stand for
     """
@@ -90,7 +97,7 @@ class MTPBlock(Part):
     prior = 0.9  # for `Acceptance`. The embedded block guesses 0.93 of held-out tokens
     decay = 0.6  # of the loss from pass to pass
 
-    def __init__(self, model, seed: int = 0):
+    def __init__(self, model, seed: int = 0, dtype: torch.dtype = torch.float32):
         super().__init__()
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         text, h = model.config.get_text_config(), table.weight.shape[1]
@@ -102,14 +109,17 @@ class MTPBlock(Part):
         last = full[-1] if full else depth_of(model) - 1
         EngineLM(model).forward(table.weight[:1])  # refuses layers that read more than embeddings
         # The model has 8 tokens, in whose place come the target's embeddings and LM head.
-        self.lm = take_layers(model, [last], vocab_size=8, pad_token_id=None).float()
+        self.lm = take_layers(model, [last], vocab_size=8, pad_token_id=None)
+        for x in [*self.lm.parameters(), *self.lm.buffers()]:
+            if x.is_floating_point():  # buffers choose experts in float32, as in transformers
+                x.data = x.data.to(dtype if isinstance(x, torch.nn.Parameter) else torch.float32)
         self.config = self.lm.config
         decoder = self.lm.get_decoder()
         self.norm = decoder._modules[name_norm(decoder)]
         self.norm_e, self.norm_h = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.fc = torch.nn.Linear(2 * h, h, bias=False)
+            self.fc = torch.nn.Linear(2 * h, h, bias=False, dtype=dtype)
         self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         model.requires_grad_(False)
         self.to(model.device)
@@ -177,6 +187,7 @@ def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
     returns  tensors by the names of `mtp.…`. None of them: there is no block. InputError for
              several blocks, and for one that is quantised
     """
+    ask_hub(path, WEIGHTS)
     with explain_errors("a checkpoint whose files can be read", path):
         listing, file_of = find_file(path, WEIGHTS), {}
         check_file(listing)
@@ -208,31 +219,32 @@ def load_block(path: str, model) -> MTPBlock | None:
     tensors = read_block(path, depth_of(model))
     if not tensors:
         return None
-    draft = MTPBlock(model)
-    parts, head = draft.parts(), model.get_output_embeddings()
-    rows = plain(head.weight)
-    if not torch.equal(tensors.get("lm_head.weight", rows).to(rows), rows):
-        own = copy.deepcopy(head)
-        draft.lm.set_output_embeddings(own)
-        parts["lm_head.weight"] = own.weight
-    else:
-        tensors.pop("lm_head.weight", None)
-    return fill_layer(draft, parts, tensors, path, model)
+    text = model.config.get_text_config()
+    kinds, family = getattr(text, "mtp_layer_types", None), text.model_type.removesuffix("_text")
+    full = {*kinds} == {"full_attention"} if kinds else family in FAMILIES
+    require(full, "target", "a checkpoint whose MTP block is known to have full attention",
+            f"{path!r} of the family {family}")
+    draft = MTPBlock(model, dtype=model.dtype)
+    head = take_own(model.get_output_embeddings(), tensors, "lm_head.weight", path)
+    draft.lm.set_output_embeddings(head)
+    return fill_layer(draft, draft.parts(), tensors, path, model)
 
 
 def load_draft(adapter: str | Path, model) -> MTPBlock:
-    """Read a block from its file or, without one, from the checkpoint of the model.
+    """Read a block from its file, from another checkpoint or from that of the model itself.
 
     InputError if the block does not fit the model, and if there is none.
     """
-    path = model.name_or_path
-    draft = None if adapter else load_block(path, model)
-    if draft is None:
+    path = str(adapter or model.name_or_path)
+    if not adapter or is_released(path):
+        draft = load_block(path, model)
+        if draft is not None:
+            return draft
         embedded = Path(path).resolve() == (MODELS / "target").resolve()
-        require(bool(adapter) or embedded, "target", "a checkpoint with an MTP block (for another "
-                "one, `python -m survey.mtp train` makes a block)", repr(path))
-        draft = load_trained(adapter or ADAPTER, MTPBlock.title, model, lambda _: MTPBlock(model))
-    return draft
+        require(embedded, "adapter" if adapter else "target", "a checkpoint with an MTP block (for "
+                "another one, `python -m survey.mtp train` makes a block)", repr(path))
+    return load_trained(adapter or ADAPTER, MTPBlock.title, model,
+                        lambda _: MTPBlock(model, dtype=model.dtype))
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -246,8 +258,9 @@ def mtp(target: EngineLM, prompt: list[int], *, nodes: int = 0,
 
     nodes:   how many nodes a tree has with its root, 0 to 64. With 0, as many as pay on this
              machine
-    adapter: file of a block, made by `python -m survey.mtp train`. Without it the block is that of
-             the target's own files, and for the embedded target models/mtp.safetensors
+    adapter: file of a block, made by `python -m survey.mtp train`, or the directory or hub id of a
+             checkpoint that has one. Without it the block is that of the target's own files, and
+             for the embedded target models/mtp.safetensors
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(load_draft, adapter, target.model)

@@ -135,7 +135,8 @@ MUTANTS = {
     "survey/mtp.py": [
         ("last = full[-1]", "last = full[0]", "training begins with an early layer"),
         ("torch.cat([gate, up], 1)", "torch.cat([up, gate], 1)", "gates of experts are swapped"),
-        ("own.weight", "head.weight", "a block's LM head takes the place of the target's"),
+        ("{*kinds} ==", "None !=", "a block of another attention is read"),
+        ("torch.nn.Parameter)", "torch.Tensor)", "what chooses experts is rounded"),
         ("if stem in NAMES and number == 0:", "if stem in NAMES:", "only the last block is seen"),
         ("decay = 0.6", "decay = 0.8", "later passes weigh as EAGLE-3's")],
     "survey/dflash.py": [
@@ -237,7 +238,11 @@ MUTANTS = {
         ("if wanted or given", "if wanted.keys() ^ given.keys()", "tensors of another shape pass"),
         ("() and x.float().isfinite().all()", "()", "a nan passes")],
     "support/released.py": [
-        ("weights_only=True", "weights_only=False", "a pickled file may run code")],
+        ("weights_only=True", "weights_only=False", "a pickled file may run code"),
+        ("own = share_weights(module)", "own = module", "a head's table is put into the target"),
+        ("fc[:, draft.form.order]", "fc", "columns stand for layers in another order"),
+        ("0 if causal else 1 - window", "0", "sliding layers never look ahead"),
+        ("torch.arange(len(offsets)) + offsets", "offsets", "rows stand for other tokens")],
     "support/layers.py": [
         ("new = share_weights(model)", "new = model", "a view changes the model itself"),
         ('text.layer_types[-1] = "full_attention"', "pass", "an adapter has a layer's window")],

@@ -1,5 +1,6 @@
-"""A released block draft guesses what its formula says. Packed blocks are what decoding computes,
-the loss is that of the guesses one by one, and the tree has the likeliest of all paths."""
+"""A released block draft guesses what its formula says, in every layout. Packed blocks are what
+decoding computes, the loss is that of the guesses one by one, and the tree has the likeliest of all
+paths."""
 import random
 from types import SimpleNamespace
 
@@ -43,12 +44,37 @@ def z_by_decoding(draft: BlockDraft, text: Text, anchor: int, model=MODEL) -> to
 
 # ---------------------------------------------------------------------------------- the network
 
-RELEASED = {
-    "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 1e-3, "rope_theta": 5e4,
-    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3, "block_size": 4,
-    "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 60},
-    "input_embedding_scale": 0.7, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+FLAT = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 10,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 5e4,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}
+INSIDE = {"target_layer_ids": [1, 0], "mask_token_id": 60}
+SCALES = {"input_embedding_scale": 0.7, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+RELEASED = FLAT | SCALES | {"use_sliding_window": True, "block_size": 4, "dflash_config": INSIDE}
+MARKOV = {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True}
+SPEC = FLAT | {
+    "architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "target_layer_ids": [-1, 1],
+    "mask_token_id": 60, "block_size": 4, "num_target_layers": 3, "markov_rank": 0,
+    "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
+OTHERS = {"block_size": 4, "mask_token_id": 60, "aux_hidden_state_layer_ids": [1, 2],
+          "speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"],
+          "transformer_layer_config": FLAT | {"use_sliding_window": True, "model_type": "qwen3"}}
+ALL, BACK, NEAR = (-99, 99), (0, 99), (0, 3)  # how many places before its own a row sees
+LAYOUTS = {  # a config.json, the hidden states that are read, what rows of both layers see, and
+    # the first row that guesses
+    "z-lab": (RELEASED, (2, 1), ALL, NEAR, 1),
+    "no window": (RELEASED | {"use_sliding_window": None}, (2, 1), ALL, BACK, 1),
+    "no kinds": (RELEASED | {"layer_types": None, "max_window_layers": 1}, (2, 1), ALL, NEAR, 1),
+    "neither": (RELEASED | {"layer_types": None, "max_window_layers": 1, "sliding_window": None},
+                (2, 1), ALL, ALL, 1),
+    "causal": (RELEASED | {"dflash_config": INSIDE | {"causal": True}}, (2, 1), BACK, NEAR, 1),
+    "not causal": (RELEASED | {"is_causal": False}, (2, 1), ALL, (-2, 3), 1),
+    "anchor first": (RELEASED | {"sample_from_anchor": True}, (2, 1), ALL, NEAR, 0),
+    "DeepSpec's DSpark": (SPEC | MARKOV, (0, 2), ALL, ALL, 0),
+    "DeepSpec's DFlash": (SPEC, (0, 2), ALL, ALL, 0),
+    "speculators' DFlash": (OTHERS | {"sliding_window_non_causal": True}, (1, 2), ALL, (-2, 3), 1),
+    "speculators' DSpark": (OTHERS | MARKOV | {"sample_from_anchor": True}, (1, 2), ALL, NEAR, 0),
+    "Llama's layers": (OTHERS | {"sliding_window": 3, "transformer_layer_config": FLAT | {
+        "model_type": "llama", "sliding_window": None}}, (1, 2), ALL, NEAR, 1)}
 LAYER = {"self_attn.q_proj": (40, 32), "self_attn.k_proj": (20, 32), "self_attn.v_proj": (20, 32),
          "self_attn.o_proj": (32, 40), "self_attn.q_norm": (10,), "self_attn.k_norm": (10,),
          "input_layernorm": (32,), "post_attention_layernorm": (32,), "mlp.gate_proj": (24, 32),
@@ -57,20 +83,36 @@ SHAPES = {"fc": (32, 64), "hidden_norm": (32,), "norm": (32,)} | {
     f"layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()}
 
 
-def draw_tensors() -> dict[str, torch.Tensor]:
-    rng = torch.Generator().manual_seed(1)
-    return {f"{x}.weight": 0.5 + torch.randn(shape, generator=rng) for x, shape in SHAPES.items()}
+def draw_tensors(config: dict = RELEASED, model=MODEL) -> dict[str, torch.Tensor]:
+    """Draw exactly the tensors that a layout has."""
+    rng, shapes = torch.Generator().manual_seed(1), SHAPES
+    rows = 20 * ("speculators_model_type" in config)
+    if config.get("markov_rank"):
+        shapes = shapes | {"confidence_head.proj": (1, 40), "markov_head.markov_w1": (61, 8),
+                           "markov_head.markov_w2": (rows or 61, 8)}
+    w = {f"{x}.weight": 0.5 + torch.randn(shape, generator=rng) for x, shape in shapes.items()}
+    if "confidence_head.proj.weight" in w:
+        w["confidence_head.proj.bias"] = torch.ones(1)
+    if "num_anchors" in config or rows:
+        w["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+        w["lm_head.weight"] = model.get_output_embeddings().weight.detach().clone()
+    if rows:  # every second token has a row
+        w |= {"lm_head.weight": w["lm_head.weight"][:2 * rows:2].clone(), "d2t": torch.arange(rows),
+              "t2d": torch.arange(61) % 2 == 0, "verifier_norm.weight": torch.ones(32)}
+    return w
 
 
-def guess_by_formula(w: dict, text: list[int]) -> torch.Tensor:
-    """Compute the logits [3, V] of the guesses after a text, by the released form's equations."""
+def guess_by_formula(w: dict, text: list[int], config: dict, taps: tuple, *sees, first: int):
+    """Compute the logits of a block after a text, by the released form's equations. The Markov
+    head reads the last token in each row."""
     hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
-    taps = [hidden[i + 1][0, :-1] for i in (0, 1)]
-    c = norm(torch.cat(taps, -1) @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x = 0.7 * MODEL.get_input_embeddings().weight[[text[-1], 60, 60, 60]]
+    c = norm(torch.cat([hidden[i][0, :-1] for i in taps], -1) @ w["fc.weight"].T,
+             w["hidden_norm.weight"])
+    table = w.get("embed_tokens.weight", MODEL.get_input_embeddings().weight)
+    x = config.get("input_embedding_scale", 1.0) * table[[text[-1], 60, 60, 60]]
     m = len(c)
     place = torch.arange(m + 4)
-    for i in range(2):
+    for i, (low, high) in enumerate(sees):
         of = {name.removeprefix(f"layers.{i}."): y.T if y.ndim == 2 else y for name, y in w.items()}
         y = norm(x, of["input_layernorm.weight"])
         rows = torch.cat([c, y])
@@ -85,37 +127,94 @@ def guess_by_formula(w: dict, text: list[int]) -> torch.Tensor:
         v = (rows @ of["self_attn.v_proj.weight"]).view(m + 4, 2, 10).repeat_interleave(2, 1)
         scores = torch.einsum("nhd,mhd->hnm", q, k) / 10 ** 0.5
         past = place[m:, None] - place
-        if i == 1:
-            scores[:, (past < 0) | (past >= 3)] = -torch.inf
+        scores[:, (past < low) | (past >= high)] = -torch.inf
         x = x + torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).reshape(4, 40) @ of[
             "self_attn.o_proj.weight"]
         y = norm(x, of["post_attention_layernorm.weight"])
         gate, up = (y @ of[f"mlp.{z}_proj.weight"] for z in ("gate", "up"))
         x = x + (torch.nn.functional.silu(gate) * up) @ of["mlp.down_proj.weight"]
-    z = MODEL.get_output_embeddings()(norm(x, w["norm.weight"]))[1:]
-    return 2 * (0.5 * z / 2).tanh()
+    head = w.get("lm_head.weight", MODEL.get_output_embeddings().weight)
+    z = norm(x, w["norm.weight"])[first:] @ head.T
+    if "output_multiplier" in config:
+        z = 2 * (0.5 * z / 2).tanh()
+    if "markov_head.markov_w1.weight" in w:
+        z = z + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][text[-1]]
+    return z
 
 
-def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch):
-    """The guesses are compared after each round of a text. The last 11 rows are no tokens."""
-    w, seen = draw_tensors(), note_calls(monkeypatch, module, "grow_block")
-    adapter, text = write(tmp_path, RELEASED, w), TEXT[:5]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch, name):
+    """The guesses are compared after each round of a text. The last 11 rows are no tokens. Only
+    tables that are not the target's are kept."""
+    config, *form, first = LAYOUTS[name]
+    w, seen = draw_tensors(config), note_calls(monkeypatch, module, "grow_block")
+    trained = name == "DeepSpec's DFlash"
+    for table in ("embed_tokens", "lm_head") if trained else ():
+        w[f"{table}.weight"] += 0.1 * torch.randn(61, 32)
+    adapter, text = write(tmp_path, config, w), TEXT[:5]
     for chunk in take(dflash(EngineLM(MODEL, 50), text, adapter=adapter, nodes=4), 6):
-        _, z, root, nodes = seen.pop(0)
-        torch.testing.assert_close(z, guess_by_formula(w, text)[:, :50], atol=1e-4, rtol=1e-4)
-        assert (root, nodes) == (text[-1], 4)
+        draft, z, root, nodes = seen.pop(0)
+        z = draft.add_markov(z, torch.tensor([root]))
+        expected = guess_by_formula(w, text, config, *form, first=first)[:, :50]
+        torch.testing.assert_close(z, expected, atol=1e-4, rtol=1e-4)
+        assert (root, nodes, draft.B) == (text[-1], 4, 5 - first)
         text = text + chunk
+    assert (draft.embed is MODEL.get_input_embeddings()) == (not trained)
+    assert (draft.head is MODEL.get_output_embeddings()) == (len(z[0]) == 50 and not trained)
+    if "confidence_head.proj.bias" in w:
+        assert torch.equal(draft.confidence.weight, w["confidence_head.proj.weight"])
     chunks = dflash(EngineLM(MODEL), [7], adapter=str(tmp_path), nodes=9)
     assert tokens_of(chunks, 4) == MODEL.generate(torch.tensor([[7]]), max_new_tokens=4,
                                                   do_sample=False)[0, 1:].tolist()
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_perfect_draft_is_accepted_whole(tmp_path, name):
+    """The target's layers do nothing, and it goes round the tokens 2, 4, …, 12. The draft's first
+    layer looks 6 places back from the token before the one that a row guesses."""
+    config, *_, first = LAYOUTS[name]
+    model = tiny("llama", num_hidden_layers=3)
+    for x, p in model.named_parameters():
+        p.data *= not any(part in x for part in ("o_proj", "down_proj", "embed", "lm_head"))
+    E, H = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
+    E[range(61), [t // 2 for t in range(61)]] = 1.0
+    E[:, 31] = 1.0
+    H[[4, 6, 8, 10, 12, 2], range(1, 7)] = 9.0
+    w = draw_tensors(config, model)
+    for x in w.keys() - {"d2t", "t2d", "embed_tokens.weight", "lm_head.weight"}:
+        w[x] = torch.full_like(w[x], 1.0 if "norm" in x else 0.0)
+    angles = (6 + first) * 5e4 ** (-torch.arange(5) / 5)
+    w["fc.weight"][:, :32] = torch.eye(32)
+    of = {x: w[f"layers.0.self_attn.{x}.weight"] for x in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    of["q_proj"][:10, 31] = torch.cat([angles.cos() + angles.sin(), angles.cos() - angles.sin()])
+    of["k_proj"][:10, 31] = 1.0
+    of["v_proj"][range(10), range(10)] = 1.0
+    of["o_proj"][range(10), range(10)] = 50.0
+    w["layers.0.self_attn.q_norm.weight"] *= 100
+    log, adapter = [], write(tmp_path, {x: y for x, y in config.items() if x not in SCALES}, w)
+    text = [2, 4, 6, 8, 10, 12, 2, 4, 6]
+    take(dflash(EngineLM(model), text, adapter=adapter, nodes=5 - first, log=log), 3)
+    assert log == [{"guessed": 4 - first, "accepted": 4 - first}] * 3
+
+
 @pytest.mark.parametrize("change, said", [
-    ({"hidden_size": 64}, "numbers, as the draft has, got"),
-    ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 60}}, "expected tensors {'fc.we"),
-    ({"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 60}}, "layers below 3, got"),
+    ({"hidden_size": 64}, "hidden states of 64 numbers, as its own are, got"),
+    ({"dflash_config": INSIDE | {"target_layer_ids": [1]}}, "expected tensors {'fc.we"),
+    ({"dflash_config": INSIDE | {"target_layer_ids": [1, 3]}}, "different layers below 3, got"),
+    ({"dflash_config": INSIDE | {"target_layer_ids": [1, 1]}}, "different layers below 3, got"),
+    ({"aux_hidden_state_layer_ids": [1, 3]}, "different layers below 2, got"),
     ({"dflash_config": {"target_layer_ids": [1, 2]}}, "it has no 'mask_token_id'"),
-    ({"use_swa": True}, "a draft without use_swa"), ({"is_causal": False}, "without is_causal"),
+    ({"dflash_config": INSIDE | {"mask_token_id": 61}}, "is a token below 61, got 61"),
+    ({"dflash_config": INSIDE | {"mask_token_id": "<mask>"}}, "is a token below 61, got '<mask>'"),
+    ({"block_size": 0}, "block_size above 1, got 0"), ({"block_size": 1}, "above 1, got 1"),
+    ({"block_size": "8"}, "block_size above 1, got '8'"),
+    ({"num_target_layers": 36}, "for a model of 3 layers, got 36"),
+    ({"use_swa": True}, r"not known here, got \['use_swa'\]"),
+    ({"d2t": torch.full((20,), 61)}, "a head for 61 tokens"),
+    ({"embed_tokens.weight": torch.ones(60, 32)}, "expected tensors {'embed_tokens.weight': .61,"),
+    ({"candidate_selector.hidden_projection.weight": torch.ones(2)}, "got .*, a DFlash 2 draft"),
+    ({"prefix_gru.weight_ih_l0": torch.ones(2)}, "got .*, a Domino draft"),
+    ({"markov_head.gate_proj.weight": torch.ones(2)}, "whose Markov head reads more than a token"),
     ({"fc.weight": torch.ones(32, 64, dtype=torch.int8)}, "finite floating-point numbers"),
     ({"fc.weight_scale": torch.ones(32)}, "with {'fc.weight_scale'"),
     ({"hidden_norm.weight": None}, "be a DFlash draft, got .*, an EAGLE head")])

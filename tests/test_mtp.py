@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from common import InputError
 from families import tiny
+from support import released
 from support.engine import EngineLM, check, list_layers
 from support.trees import rank_tokens
 from survey.mtp import MTPBlock, load_draft, mtp
@@ -21,11 +22,13 @@ FORMS = {  # family: what names begin with, names of four tensors, of the layer,
     "deepseek-v3": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), "", 0.0)}
 TABLE, HEAD, FC = (f"model.layers.2.{x}.weight"
                    for x in ("embed_tokens", "shared_head.head", "eh_proj"))
+GATE = "model.layers.2.mlp.gate.e_score_correction_bias"
 
 
 def write(folder, family: str, changes: dict | None = {}):
     """Write a checkpoint with a block, which has the layer of the target's first layer. Return the
     target, as it is loaded, and the block. If `changes` is None, there is no block."""
+    folder.mkdir(exist_ok=True)
     begin, names, layer, _ = FORMS[family]
     kinds = dict(layer_types=["full_attention", "linear_attention"]) if layer else {}
     model, file = tiny(family, first_k_dense_replace=0, **kinds), folder / "model.safetensors"
@@ -104,3 +107,31 @@ def test_what_does_not_fit_is_refused(tmp_path, said):
     model, _ = write(tmp_path, "deepseek-v3", REFUSED[said])
     with pytest.raises(InputError, match=said):
         load_draft("", model)
+
+
+@pytest.mark.parametrize("change", [{"model_type": "exaone_moe"},
+                                    {"mtp_layer_types": ["sliding_attention"]}])
+def test_a_block_of_another_attention_is_refused(tmp_path, change):
+    model, _ = write(tmp_path, "qwen3.5")
+    vars(model.config).update(change)
+    with pytest.raises(InputError, match="known to have full attention, got .* of the family"):
+        load_draft("", model)
+    vars(model.config)["mtp_layer_types"] = ["full_attention"]
+    load_draft("", model)
+
+
+def test_another_checkpoint_s_block_is_read_in_its_own_type(tmp_path, monkeypatch):
+    """Its weights are never in float32, except for what chooses experts."""
+    model, w = write(tmp_path / "has", "deepseek-v3", {GATE: torch.arange(1.0, 5) / 3})
+    other, types, fill = write(tmp_path / "lacks", "deepseek-v3", None)[0], set(), released.fill
+
+    def note_types(parameters: dict, *given) -> None:
+        types.update(x.dtype for name, x in parameters.items() if "bias" not in name)
+        fill(parameters, *given)
+    monkeypatch.setattr(released, "fill", note_types)
+    draft = load_draft(str(tmp_path / "has"), other.bfloat16())
+    assert types == {torch.bfloat16} and torch.equal(draft.fc.weight, w[FC].bfloat16())
+    assert torch.equal(draft.parts()["mtp.layers.0.mlp.gate.e_score_correction_bias"],
+                       torch.arange(1.0, 5) / 3)
+    with pytest.raises(InputError, match="--adapter must be a checkpoint with an MTP block"):
+        load_draft(str(tmp_path / "lacks"), model)

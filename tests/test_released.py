@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from common import InputError, autoregressive
 from helpers import tokens_of
-from support.engine import EngineLM
+from support.engine import EngineLM, doubt_head
 from support.released import is_head, read_files, some_weights
 from support.trees import best_tree
 from survey import eagle, eagle3, medusa
@@ -259,7 +259,7 @@ def check_refused(folder: Path, kind: SimpleNamespace, model, changes: dict, sai
     """Load a head of a kind with changes in its tensors or its configuration."""
     config, tensors = dict(kind.config), kind.tensors()
     for key, value in changes.items():
-        (config if isinstance(value, (int, dict)) else tensors)[key] = value
+        (tensors if value is None or torch.is_tensor(value) else config)[key] = value
     tensors = {key: x for key, x in tensors.items() if x is not None}
     with pytest.raises(InputError, match=said) as error:
         kind.load(write(folder, config, tensors), model)
@@ -269,6 +269,13 @@ def check_refused(folder: Path, kind: SimpleNamespace, model, changes: dict, sai
 @pytest.mark.parametrize("name, changes, said", REFUSED, ids=[f"{x[0]}: {x[2]}" for x in REFUSED])
 def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, changes, said):
     check_refused(tmp_path, KINDS[name], embedded[0], changes, said)
+
+
+def test_a_head_is_doubted_by_a_text_that_varies():
+    """Every third round has all its guesses right. A text of one token alone says nothing."""
+    log = [{"guessed": 2, "accepted": n} for n in (0, 0, 2)] * 6
+    assert "badly: 40% of its guesses are right, and 60%" in doubt_head([5, 5, 5, 6, 7] * 6, log)
+    assert doubt_head([5] * 30, log) == doubt_head([5, 6, 7] * 10, log) == ""
 
 
 def test_heads_of_hydra_are_not_read(embedded):
