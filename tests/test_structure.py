@@ -21,8 +21,8 @@ from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1200, "cli": 900, "models": 980, "results": 560, "tests": 7550,
-          "hybrid support survey training": 4250}  # lines of code; prose has no limit
+LIMITS = {"root": 1200, "cli": 900, "models": 980, "results": 560, "tests": 7800,
+          "hybrid support survey training": 4520}  # lines of code; prose has no limit
 
 
 
