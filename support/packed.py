@@ -20,10 +20,11 @@ measured it.
 import platform
 import time
 from collections import defaultdict
+from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
-from torch.nn import Linear, Parameter
+from torch.nn import Embedding, Linear, Parameter
 
 OPS = torch.ops.mkldnn
 LEAST = 1 << 16  # numbers in a weight. For smaller ones a call of oneDNN costs more than it saves
@@ -32,15 +33,21 @@ SOME = 8  # so many layers of a size are timed. Together they do not fit into a 
 
 
 class Blocks(Parameter):
-    """A weight in blocks, which only PackedLinear reads. A copy of it is an ordinary weight."""
+    """A weight in blocks, which only PackedLinear reads. A copy of it is an ordinary weight.
+
+    table   the embeddings whose numbers these are too. A copy of both is one weight again
+    """
+    table = None
 
     def __deepcopy__(self, memo: dict) -> Parameter:
+        if self.table is not None:
+            return deepcopy(self.table, memo)
         if id(self) not in memo:
-            memo[id(self)] = Parameter(plain(self.data), self.requires_grad)
+            memo[id(self)] = ordinary(self)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol) -> tuple:
-        return Parameter, (plain(self.data), self.requires_grad)
+        return ordinary, (ordinary(self),)
 
 
 class PackedLinear(Linear):
@@ -96,6 +103,15 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_dense(weight.dtype) if weight.is_mkldnn else weight
 
 
+def ordinary(weight: Parameter) -> Parameter:
+    """Return a parameter as PyTorch has it: itself, the embeddings, or a copy out of blocks."""
+    if not weight.is_mkldnn:
+        return weight
+    if weight.table is not None:
+        return weight.table
+    return Parameter(plain(weight.detach()), weight.requires_grad)
+
+
 def list_types() -> set[torch.dtype]:
     """List the types whose weights can be packed on this machine."""
     # Another version of PyTorch may have other names for these operations.
@@ -122,23 +138,31 @@ def pack(model: torch.nn.Module) -> torch.nn.Module:
         if type(part) in (Linear, PackedLinear) and part.weight.numel() >= LEAST:
             if part.weight.is_cpu and part.weight.dtype in types and not part.weight.is_mkldnn:
                 alike[part.weight.shape, part.weight.dtype].append(part)
+    tables = {part.weight for part in model.modules() if isinstance(part, Embedding)}
     for layers in alike.values():
-        change = pack_layer if is_faster(layers[:SOME]) else unpack
+        faster = is_faster(layers[:SOME], tables)
         for layer in layers:
-            change(layer)
+            if faster:
+                pack_layer(layer, tables)
+            else:
+                unpack(layer)
     return model
 
 
-def pack_layer(layer: Linear) -> None:
-    """Put the weight of a layer into blocks, if it is not in blocks yet."""
+def pack_layer(layer: Linear, tables: set[Parameter]) -> None:
+    """Put the weight of a layer into blocks, if it is not in blocks yet.
+
+    tables   the weights of the model's embeddings
+    """
     layer.__class__ = PackedLinear
     weight = layer.weight
     if not weight.is_mkldnn:
         blocks = OPS._reorder_linear_weight(weight.detach(), ROWS)
         layer.weight = Blocks(blocks, weight.requires_grad)
+        layer.weight.table = weight if weight in tables else None
 
 
-def is_faster(layers: list[Linear]) -> bool:
+def is_faster(layers: list[Linear], tables: set[Parameter]) -> bool:
     """Pack layers, and tell whether a call of one row and one of 8 take less time together now.
 
     How fast a processor reads blocks, and how fast PyTorch is without them, differs between types,
@@ -146,7 +170,7 @@ def is_faster(layers: list[Linear]) -> bool:
     """
     before = time_calls(layers)
     for layer in layers:
-        pack_layer(layer)
+        pack_layer(layer, tables)
     return time_calls(layers) < before
 
 
@@ -168,5 +192,5 @@ def unpack(model: torch.nn.Module) -> torch.nn.Module:
     """Give a model its weights back as PyTorch has them, in place, and return it."""
     for part in model.modules():
         if type(part) is PackedLinear and part.weight.is_mkldnn:
-            part.weight = Parameter(plain(part.weight.detach()), part.weight.requires_grad)
+            part.weight = ordinary(part.weight)
     return model

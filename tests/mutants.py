@@ -229,6 +229,7 @@ MUTANTS = {
     "support/packed.py": [
         ("if torch.is_grad_enabled() or", "if", "no gradient flows through packed layers"),
         ("1 << (rows.bit_length() - 3)", "1", "oneDNN keeps memory for each length of a text"),
+        ("weight if weight in tables else None", "None", "copies of packed models are not tied"),
         ("(x, blocks, bias,", "(x, blocks, None,", "packed layers lose their bias")],
     "support/parts.py": [
         ("if found != kind:", "if not found:", "a file of another kind passes"),

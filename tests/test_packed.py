@@ -177,6 +177,25 @@ def test_copies_are_ordinary_layers():
     assert torch.equal(ours.state_dict()["weight"], layer().weight)
 
 
+def is_tied(model) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("change", [deepcopy, unpack, lambda x: x.to("cpu"), lambda x: x.double(),
+                                    lambda x: pickle.loads(pickle.dumps(x))])
+def test_embeddings_and_lm_head_are_one_weight_again(every_weight, change):
+    """A packed model has the head's numbers twice. A copy of it, which is trained, does not."""
+    model = pack(tiny("llama", tie_word_embeddings=True))
+    assert not is_tied(model) and model.lm_head.weight.is_mkldnn
+    assert is_tied(change(model))
+
+
+def test_weights_are_what_they_were_where_packing_is_slower(every_weight, monkeypatch):
+    model = tiny("llama", tie_word_embeddings=True)
+    monkeypatch.setattr(packed, "time_calls", lambda layers: 0.0)
+    assert is_tied(pack(model))
+
+
 def test_a_moved_layer_is_an_ordinary_one():
     with torch.no_grad():
         x = torch.ones(2, 512)
