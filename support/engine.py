@@ -267,7 +267,8 @@ def list_lost(model, names: set[str]) -> list[str]:
         # A causal mask is called bias, too. It belongs to attention, which has no weight itself.
         if place in parts:
             lacks = len(parts[place]._parameters) > 0
-        if "lora_" in name or "scale" in kind or (lacks and kind in ("weight", "bias")):
+        scales = "scale" in kind and place != "" and place in parts
+        if "lora_" in name or scales or (lacks and kind in ("weight", "bias")):
             lost.append(name)
     return lost
 

@@ -141,7 +141,8 @@ def stem_of(weights: dict) -> str:
 LOST = ["{stem}.lora_A.weight", "{stem}.lora_B.default.weight", "{stem}.weight_scale",
         "base_model.model.{stem}.lora_A.weight", "{place}.another_norm.weight", "lm_head.bias"]
 HARMLESS = ["{place}.rotary_emb.inv_freq", "{place}.masked_bias", "mtp.layers.0.self_attn.q.weight",
-            "{after}.weight", "v_head.summary.weight", "model.visual.blocks.0.attn.qkv.bias"]
+            "{after}.weight", "v_head.summary.weight", "logit_scale", "model.visual.std_scale",
+            "model.visual.blocks.0.attn.qkv.bias"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "neox", "gemma3", "deepseek-v3", "lfm2",
