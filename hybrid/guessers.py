@@ -89,7 +89,7 @@ class Trained:
 
 
 class Head(Trained):
-    """Guess the token after the root with the first head of Medusa or Hydra, by the last feature."""
+    """Guess the token after the root with the first head of Medusa or Hydra."""
 
     def __init__(self, target: EngineLM, kind: str, path: str):
         super().__init__(target, target.once(load_heads, path, kind, target.model), 1)

@@ -20,8 +20,8 @@ hybrid   of this project: n-grams of REST's datastore (rest.py), what the target
 The children of a node come from n-grams (ngrams.py). The last tokens of the node's path are looked
 up in the text and in a datastore. The target's choices the last time that it was fed the node's
 token are used as well. A trained part guesses besides, by one pass a round: DFlash for all depths
-of its block, a head for the root's children. An MTP block makes a pass for each node that it guesses
-after. Its chance p and the n-grams' q of a token become one chance (guessers.py):
+of its block, a head for the root's children. An MTP block makes a pass for each node after which it
+guesses. A part's chance p and the n-grams' q of a token become one chance (guessers.py):
 
     score = e^c p^a q^b          chance = score / (1 + Σ score)
 

@@ -176,7 +176,7 @@ MUTANTS = {
         ("1e-9 + a + b * rows + c * steps", "1e-9 + a + c * steps", "rows of a call are free"),
         ("seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds", "pass",
          "a busy moment tilts the line"),
-        ("return second, (row + guess) * second", "return second, row * second", "growing a tree is free")],
+        ("second, (row + guess) * second", "second, row * second", "growing a tree is free")],
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),
