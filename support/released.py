@@ -46,8 +46,8 @@ from transformers.utils import cached_file
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What a message calls a kind of head, and names by which it is known. The kinds are tried in this
-# order, since EAGLE-3 and DFlash have the name of EAGLE, too. No file here reads three of the kinds.
-# They are in the table for messages only.
+# order, since EAGLE-3 and DFlash have the name of EAGLE, too. No file here reads the three kinds
+# after Medusa's, which are in the table for messages only.
 KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",

@@ -221,6 +221,7 @@ def test_calls_of_the_embedded_models(bench, outputs, line):
     row = re.sub(" --(nodes|depth|k) [0-9]+", "", line)
     known = re.search(rf"^\| {re.escape(row)} \| ([0-9.]+) \|", page, re.MULTILINE)
     assert sum(map(len, outputs)) / calls > 0.85 * float(known[1])
-    rounds = [record for count in counts for record in count.log if "chances" in record]
+    # The last round of an answer is cut.
+    rounds = [record for count in counts for record in count.log[:-1] if "chances" in record]
     expected = sum(sum(record["chances"]) for record in rounds)
-    assert expected == pytest.approx(sum(record["accepted"] for record in rounds), rel=0.2)
+    assert expected == pytest.approx(sum(record["accepted"] for record in rounds), rel=0.25)
