@@ -203,7 +203,7 @@ class CachedLM:
     parents      the parents of the pending nodes: earlier pending nodes, or -1 for the context
     calls        how many passes gave logits; those of the prefill give none
     """
-    PART = 128  # tokens of a prompt in one pass, which keeps its mask small
+    PART = 256  # tokens of a prompt in one pass, which keeps its mask small
     prefix = 0  # rows before the context. A subclass that has some overrides `layout`
 
     def __init__(self, model, vocab: int | None = None, cache: KVCache | None = None):

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from common import InputError, KVCache
-from support.engine import EngineLM
+from support.engine import EngineLM, require
 from support.files import shorten
 
 
@@ -104,12 +104,12 @@ class GraphedLM(EngineLM):
     waits     whether the first pass of a shape is not captured. The check on loading goes through a
               replay, so it does not wait
     """
+    PART = WIDTHS[-1]  # so that the passes over a prompt are captured
 
     def __init__(self, model, vocab: int | None = None, waits: bool = True):
         super().__init__(model, vocab)
-        if type(self.cache) is not KVCache:
-            raise InputError("--graphs must be off for a model with recurrent layers, got "
-                             f"{type(model).__name__}")
+        require(type(self.cache) is KVCache, "graphs", "off for a model with recurrent layers",
+                type(model).__name__)
         self.cache = StaticCache()
         self.captured = {}
         self.waits = waits

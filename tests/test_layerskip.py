@@ -20,9 +20,10 @@ PROMPT = [3, 14, 15]
 
 # ----------------------------------------------------------------------------------------- decoding
 
-def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain():
+def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain(monkeypatch):
     """A round has γ + 1 rows. The late layers run in one call. The head reads a row for each guess,
     and all rows of the verification, but none of the prompt."""
+    monkeypatch.setattr(EngineLM, "PART", 128)
     model, runs, heads, how = deep("llama"), [], [], dict(E=2, gamma=3, tuning="")
     target = EngineLM(model)
     for i, layer in enumerate(model.model.layers):

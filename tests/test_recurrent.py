@@ -117,7 +117,7 @@ def test_nothing_may_be_committed_at_the_beginning():
 
 def test_a_model_goes_back_as_far_as_its_rows_are_kept():
     lm = run(tiny("qwen3.5"))
-    lm.start(LONG[:CachedLM.PART])
+    lm.start(LONG[:128])
     lm.truncate(lm.length - KEEP)
     said = f"expected {lm.length} tokens or more to stay, got {lm.length - 1}"
     with pytest.raises(InputError, match=said):
