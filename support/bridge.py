@@ -12,7 +12,7 @@ import torch
 from common import InputError, Sampler, context_length
 
 # transformers prepares these inputs for its own loop. A method makes its cache and positions.
-PREPARED = ("position_ids", "past_key_values", "logits_to_keep", "use_cache")
+PREPARED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache")
 
 
 def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criteria,
@@ -37,8 +37,10 @@ def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criter
     # A warper reads only the logits of a token. Other processors read the text before it too.
     names = [type(x).__name__ for x in logits_processor]
     refused += [x for x in names if not (config.do_sample and x.endswith("Warper"))]
+    mask = model_kwargs.get("attention_mask")  # some versions give one of all tokens
     masked = model.config._attn_implementation in ("eager", "sdpa", "grouped")
-    asked = {"several texts": len(input_ids) > 1, mode: mode not in ("greedy_search", "sample"),
+    asked = {"several texts": len(input_ids) > 1, "padding": mask is not None and not mask.all(),
+             mode: mode not in ("greedy_search", "sample"),
              "return_dict_in_generate": config.return_dict_in_generate,
              "no draft" if draft is None else "a draft": (draft is None) == ("draft" in kinds),
              f"max_length {config.max_length}": config.max_length > context_length(model),

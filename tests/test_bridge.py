@@ -51,7 +51,7 @@ def test_text_is_that_of_generate(name):
 @pytest.mark.parametrize("named, settings", [
     ("several texts, beam_search", dict(num_beams=2)),
     ("contrastive_search", dict(penalty_alpha=0.6, top_k=4)),
-    ("attention_mask", dict(attention_mask=torch.tensor([[0, 1, 1]]))),
+    ("padding", dict(attention_mask=torch.tensor([[0, 1, 1]]))),
     ("RepetitionPenaltyLogitsProcessor", dict(repetition_penalty=1.1, do_sample=True)),
     ("TopKLogitsWarper", dict(logits_processor=[TopKLogitsWarper(1)])),
     ("assistant_model", dict(assistant_model=MODEL)), ("a draft", dict(draft=MODEL)),
