@@ -13,9 +13,9 @@ The blocks take the place of the weight, so no memory is needed twice. An LM hea
 the embeddings too is an exception, since embeddings cannot be looked up in blocks. And no blocks
 can hold old numbers, since there are no others: a write to the weight changes the blocks, or fails.
 
-This is about speed alone. The products are the same, up to rounding. Nothing is packed on a GPU, in
-a type that oneDNN does not multiply on this CPU, and on other processors than x86, where nobody has
-measured it.
+This is about speed alone. The products are the same, up to rounding. Weights on a GPU are not
+packed, nor weights of a type that oneDNN cannot multiply on this CPU. Only x86 processors pack,
+since nobody has measured others.
 """
 import platform
 import time
@@ -165,8 +165,8 @@ def pack_layer(layer: Linear, tables: set[Parameter]) -> None:
 def is_faster(layers: list[Linear], tables: set[Parameter]) -> bool:
     """Pack layers, and tell whether a call of one row and one of 8 take less time together now.
 
-    How fast a processor reads blocks, and how fast PyTorch is without them, differs between types,
-    sizes and processors: on one a packed model took 0.7 of the time for one row, on another 1.3.
+    This differs between types, sizes and processors. For one row a packed model took 0.7 of the
+    time on one CPU, and 1.3 of it on another.
     """
     before = time_calls(layers)
     for layer in layers:

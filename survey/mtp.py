@@ -261,6 +261,7 @@ def mtp(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     adapter: file of a block, made by `python -m survey.mtp train`, or the directory or hub id of a
              checkpoint that has one. Without it the block is that of the target's own files, and
              for the embedded target models/mtp.safetensors
+
     Yields chunks of 1 to 9 tokens; logs {"guessed", "accepted"} a call.
     """
     draft = trained or target.once(load_draft, adapter, target.model)
