@@ -50,7 +50,7 @@ from ouroboros import PhrasePool  # noqa: E402
 from hybrid.hybrid import GUESSES  # noqa: E402
 from support.engine import EngineLM, check, depth_of, vocab_size  # noqa: E402
 from survey.recycling import Successors  # noqa: E402
-from support.packed import pack  # noqa: E402
+from support.packed import is_packed, pack  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 
 
@@ -430,7 +430,7 @@ def build_peers(bench: Bench) -> list[tuple[str, str, Theirs]]:
              packed weights, each form is there with and without them
     """
     peers = []
-    for packed in sorted({False, any(x.is_mkldnn for x in bench.target.parameters())}):
+    for packed in sorted({False, is_packed(bench.target)}):
         weights = ", packed" if packed else ""
         peers.append(("autoregressive", f"`generate`{weights}", Theirs(bench, packed=packed)))
         if bench.target._is_stateful:  # with recurrent layers `generate` takes no guesses

@@ -15,7 +15,6 @@
 import json
 import os
 import re
-import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Sequence

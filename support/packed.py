@@ -149,6 +149,11 @@ def pack(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def is_packed(model: torch.nn.Module) -> bool:
+    """Tell whether some weights of a model are in blocks."""
+    return any(weight.is_mkldnn for weight in model.parameters())
+
+
 def pack_layer(layer: Linear, tables: set[Parameter]) -> None:
     """Put the weight of a layer into blocks, if it is not in blocks yet.
 
@@ -191,6 +196,6 @@ def time_calls(layers: list[Linear]) -> float:
 def unpack(model: torch.nn.Module) -> torch.nn.Module:
     """Give a model its weights back as PyTorch has them, in place, and return it."""
     for part in model.modules():
-        if type(part) is PackedLinear and part.weight.is_mkldnn:
+        if type(part) is PackedLinear:
             part.weight = ordinary(part.weight)
     return model

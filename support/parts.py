@@ -20,7 +20,7 @@ from typing import Callable
 from common import InputError
 from support.engine import EngineLM
 from support.files import check_file, explain_errors, read_json, write_text, write_whole
-from support.packed import pack
+from support.packed import is_packed, pack
 
 import torch
 import torch.nn.functional as F
@@ -189,8 +189,7 @@ def match_type(part: torch.nn.Module, model):
     """
     for p in part.parameters():
         p.data = p.data.to(model.dtype)
-    packed = any(weight.is_mkldnn for weight in model.parameters())
-    return pack(part) if packed and isinstance(part, torch.nn.Module) else part
+    return pack(part) if is_packed(model) and isinstance(part, torch.nn.Module) else part
 
 
 # ------------------------------------------------------------------------------- measured facts

@@ -26,7 +26,7 @@ Departures from LoRA:
 from common import InputError
 from support.engine import list_layers
 from support.layers import share_weights
-from support.packed import pack, plain
+from support.packed import is_packed, pack, plain
 
 import torch
 import torch.nn.functional as F
@@ -126,16 +126,14 @@ def merge_changes(model):
     model    a model to which `add_low_rank` gave changes
     returns  the same model, without branches and with no weight that is trained
     """
+    packed = is_packed(model)
     for part in list_changed(model):
-        change = part.change
-        packed = part.weight.is_mkldnn
-        W = plain(part.weight)
+        change, W = part.change, plain(part.weight)
         part.weight = torch.nn.Parameter(W + (change.B @ change.A).to(W))
-        if packed:
-            pack(part)
         change.hook.remove()
         del part.change
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
+    return pack(model) if packed else model
 
 
 def prepare_changes(model):
