@@ -13,6 +13,8 @@
 # Another Python than python3: make demo PYTHON=python3.12
 PYTHON ?= python3
 RUN := .venv/bin/python
+# Many containers set this. Then each process compiles all of torch and transformers anew, for 8 s.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 
 .PHONY: demo test mutants bench gpu models picture clean

@@ -123,10 +123,11 @@ def windows_of(model) -> dict[str, int | None]:
     A config that lists no kinds of layers gets one, called sliding; its window may be None.
     """
     config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
     # A file may list a `sliding_window` that its family ignores. Then a fresh config has none.
-    window = config.sliding_window if hasattr(type(config)(), "sliding_window") else None
-    listed = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(listed))}
+    known = window and hasattr(type(config)(), "sliding_window")
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return {kind: window if known and kind == "sliding_attention" else None for kind in kinds}
 
 
 def attention_mask(windows: dict, visible, row_places, slot_places, like: torch.Tensor):
@@ -281,10 +282,9 @@ class CachedLM:
 
         path   nodes, each the child of the one before it; the first is a child of the context
         """
-        path = list(path)
         if min(path, default=0) < 0 or any(self.parents[i] != x for i, x in zip(path, [-1, *path])):
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
-        self.cache.commit(self.prefix + self.length, path)
+        self.cache.commit(self.prefix + self.length, list(path))
         self.length, self.parents = self.length + len(path), []
 
     def truncate(self, length: int) -> None:

@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.freeze()  # what was imported is never searched for garbage, which takes time
+    gc.set_threshold(100_000)  # and the rest of it seldom
 
 
 def pytest_runtest_protocol(item):

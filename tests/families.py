@@ -130,10 +130,10 @@ def tiny(family: str, seed: int = 0, **changes):
     changes  fields of the configuration that differ from the family's
 
     A model is made and checked once, and every call gets a copy, which takes less time."""
-    config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED | LOOKUPS)[family]
-    config = type(config).from_dict({**config.to_dict(), **changes})
-    key = config.to_json_string(), seed
+    key = family, seed, str(changes)
     if key not in MADE:
+        config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED | LOOKUPS)[family]
+        config = type(config).from_dict({**config.to_dict(), **changes})
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():  # some families ignore initializer_range
