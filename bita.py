@@ -12,12 +12,12 @@ at position a + j and predicts the token of position a + j + 1. The token of pos
 mask, because the anchor predicts it.
 
 The P prompt tokens are trained too. They are keys and values in every layer, and only mask tokens
-see them. Real tokens see neither prompt tokens nor masks, so the output is the model's own. BiTA is
-lossless. At a temperature the candidates are compared with one sample at each node of the tree.
+see them. Real tokens see neither prompt tokens nor masks, so the output is the model's own: BiTA is
+lossless. Above temperature 0 the model's choice after a node is one sample of its distribution.
 
 One call verifies the candidates of the last call and makes the next ones. These are the rows of a
-call with M = 2 and two candidates a and b for the token after the root. An x says that the row on
-the left sees the column:
+call with M = 2 and k = 2. Mask 1 had the candidates a and b. Those of mask 2, below a, are left
+out. An x says that the row on the left sees the column:
 
                      prompt tokens   text   root   a   b   root's masks   a's masks   b's masks
     root                   .          x      x     .   .      .  .          .  .        .  .
@@ -30,9 +30,10 @@ the left sees the column:
     mask 1 of b            x          x      x     .   x      .  .          .  .        x  .
     mask 2 of b            x          x      x     .   x      .  .          .  .        x  x
 
-If the model chooses a after the root, a is accepted. The token that it chooses after a is the next
-root, and the masks of a predict the candidates that follow the next root. If the model chooses
-neither a nor b, its choice is the next root, and the root's masks predict the candidates.
+If the model chooses a after the root, a is accepted. Unless it then chooses a candidate below a,
+its choice is the next root, and the masks of a predict the candidates that follow the next root. If
+it chooses neither a nor b, its choice is the next root, and the root's masks predict the
+candidates.
 
     L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
 
@@ -42,16 +43,19 @@ semi-autoregressive: several tokens a call.
 Departures:
     Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in the
         released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
-        the masks predict the tokens after it.
-        It is also a mean over all labels, as there, so that it does not grow with their number.
-    Anchors. Paper: one random k of each answer, 0 < k < N - M. Here: up to --anchors random ones,
-        the prompt's last token among them, and at the end of an answer with fewer than M labels.
-        Why: one pass over the text serves them all. The released code has up to 64 neighbours.
+        the masks predict the tokens after it. The loss is a mean over all labels, as in the
+        released code. A sum would grow with their number.
+    Anchors. Paper: one random k of each answer, 0 < k < N - M. Here: up to --anchors random
+        positions, which may be the prompt's last token. Groups near the end of an answer have fewer
+        than M labels. Why: one pass over the text serves them all. The released code takes up to 64
+        consecutive positions.
     Size. Paper: 128 answers a step, four epochs of 150,000, and M = 4 above 13B parameters. Here:
-        16 answers a step, 1,000 steps, M = 3, and gradients cut to a length of 1. Why: a tuning of
-        the embedded model takes minutes.
+        16 answers a step, drawn anew, of similar length and at most 200 tokens, 1,000 steps and
+        M = 3. Why: tuning the model in models/ then takes minutes. Gradients are clipped to a norm
+        of 1, as in the released code.
 
-Smaller departures are in results/masks.md. None changes the text. Left out: several GPUs.
+Smaller departures are in results/masks.md. None changes the text. Left out: several GPUs, and
+Table 3's shallow prompt tokens, which are input embeddings.
 """
 import functools
 import json
@@ -73,14 +77,14 @@ ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
 # ----------------------------------------------------------------------------- what is tuned
 class Tuning(torch.nn.Module):
-    """Hold what is tuned: P prompt tokens and M mask tokens.
+    """Hold what is tuned: P prompt tokens and M mask tokens. Its file is called an adapter.
 
     model     the model that they are for
     P, M      numbers of prompt tokens and of mask tokens. With P 0 there are only mask tokens
     seed      seed of the numbers that the tuning begins with
 
-    prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. They are
-              as attention reads them, and no position is rotated into them
+    prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. Attention
+              reads them as they are: no position is rotated into them
     masks     embeddings of the mask tokens, [M, width]
     """
     title = "prompt and mask tokens"  # in its file, and in error messages
@@ -88,13 +92,14 @@ class Tuning(torch.nn.Module):
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
         lm = CachedLM(model)  # refuses layers without keys and values
-        # One embedding leaves keys and values in the cache, which shows their size.
+        # A pass over any one embedding leaves keys and values in the cache, which shows their size.
         lm.forward(lm.weight[:1])
         keys, *others = [x for rows in lm.cache.layers.values() for x in rows]
         if any(x.shape != keys.shape for x in others):
             raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
         rng = torch.Generator().manual_seed(seed)
         size = len(lm.cache.layers), 2, keys.shape[1], P, keys.shape[3]
+        # Section 4.1: both begin with normal numbers of a standard deviation of 0.02.
         self.prompts = torch.nn.Parameter(0.02 * torch.randn(size, generator=rng))
         self.masks = torch.nn.Parameter(0.02 * torch.randn(M, lm.weight.shape[1], generator=rng))
 
@@ -106,18 +111,19 @@ def build_tree(candidates: list[list[int]], root: int,
 
     candidates  for each mask its k likeliest tokens, the best first
     root        the token of node 0
-    full        whether all nodes of a level have children, 1 + k + … + k^M nodes. Otherwise only
-                the first node of a level has children, which makes the 1 + M k nodes of Fig. 5
+    full        True: every node above the last level has children, which makes 1 + k + … + k^M
+                nodes. False: only the first node of each such level has children, which makes the
+                1 + M k nodes of Fig. 5
     returns     ids and parents
     """
     ids, parents = [root], [-1]
-    level = [0]  # the nodes that get children
+    inner = [0]  # the nodes that get children
     for tokens in candidates:
         first = len(ids)
-        for parent in level:
+        for parent in inner:
             ids += tokens
             parents += [parent] * len(tokens)
-        level = range(first, len(ids)) if full else [first]
+        inner = range(first, len(ids)) if full else [first]
     return ids, parents
 
 
@@ -163,6 +169,7 @@ class PrefixLM(CachedLM):
         sees_prefix   for each node whether it sees the prompt tokens. None: no node does
         """
         sees = torch.tensor(sees_prefix or [False] * len(ids))
+        # `layout`, which CachedLM.forward calls, puts these columns before the mask.
         self.columns = torch.where(sees, 0.0, -torch.inf)[:, None].expand(-1, self.prefix)
         return super().forward(ids, parents, keep=keep)
 
@@ -181,14 +188,15 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
     """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
     tree:    efficient is the paper's tree, in which only the likeliest candidate of a mask has
-             children. full has children below every node. chain is the paper's straightforward
-             decoding, which has one candidate of each mask, and one group of masks, after the root
+             children. full gives children to all candidates but those of the last mask. chain is
+             the paper's straightforward decoding. It has one candidate of each mask, and masks
+             after the root only
     k:       candidates of each mask token, 1 or more. A chain has one. A full tree has 1 + k + … +
              k^M nodes with M masks after each: take 2
     adapter: file of prompt and mask tokens, made by `python bita.py train`
 
-    Yields chunks of 1 to M + 1 tokens; logs {"guessed", "accepted", "rows"} a call. They are the
-    numbers of candidates, of accepted candidates, and of all rows of the call.
+    Yields chunks of 1 to M + 1 tokens. For each call it logs {"guessed", "accepted", "rows"}, the
+    numbers of candidates, of accepted candidates, and of all rows.
 
     `tuning` is used instead of the file.
     """
@@ -198,7 +206,7 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         k = 1
     tuning = tuning or load_tuning(adapter, target.model)
     masks = tuning.masks.detach().to(target.weight)
-    M = len(masks)  # how many masks a node has after it
+    M = len(masks)  # the number of masks of a group
     embed = target.model.get_input_embeddings()
     prefix = list(tuning.prompts.detach().to(target.model.dtype))
     prompt = begin(prompt, target, prefix=prefix)
@@ -218,15 +226,15 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         sees_prefix = [False] * n + [True] * (len(inputs) - n)  # real tokens never do
         logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
         # Verification: the accepted candidates and the model's own token are final. The rows of
-        # masks leave the cache, since they are no text.
+        # masks leave the cache, since they are not text.
         path, chunk = walk(ids, tree_parents, sample(logits[:n]))
         target.commit(path)
         root = chunk[-1]
         # Generation: the masks after the last accepted node predict what follows the new root.
         groups = logits[n:].view(len(owners), M, logits.shape[1])
         if tree == "chain":
-            # Its only masks are those after the old root. The first ones predicted tokens that are
-            # final by now, one for each accepted candidate.
+            # A chain has masks after the old root only. With c candidates accepted, the positions
+            # that the first c masks predict are final by now.
             group = groups[0, len(path) - 1:]
         else:
             group = groups[path[-1]]
@@ -244,9 +252,10 @@ def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, r
     M        number of masks of a group
     most     the most anchors of an answer
     rng      the source of randomness
-    returns  ids [B, T], anchors [B, G] and labels [B, G, M]. Anchors are 0 where a text has fewer
-             than G. The label of mask j after position a is the token of position a + j + 1. It is
-             -100 where there is no anchor, and beyond the end of the answer
+    returns  ids [B, T], anchors [B, G] and labels [B, G, M]. G is the most anchors that a text has.
+             Anchors are 0 where a text has fewer. The label of mask j after position a is the token
+             of position a + j + 1. It is -100 where there is no anchor, and beyond the end of the
+             answer
     """
     # From the prompt's last token on, as long as two tokens follow: the anchor itself predicts the
     # first one, and mask 1 the second one.
@@ -299,13 +308,13 @@ def mask_states(model, masks: torch.Tensor, prompts, ids: torch.Tensor,
     (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
     P = prompts[0].shape[2] if len(prompts) else 0
     cache = KVCache()
-    # Nothing that is tuned changes the text, so it needs no gradients. Every token sees itself and
-    # those before it.
-    text = torch.arange(T).expand(B, -1)
+    # Real tokens see nothing that is tuned, so their rows need no gradients. Every token sees
+    # itself and those before it.
+    places = torch.arange(T).expand(B, -1)
     with torch.no_grad():
         causal = torch.ones(T, T, dtype=torch.bool).tril().expand(B, -1, -1)
-        run_rows(model, cache, ids, causal, text, text)
-    # The prompt tokens follow the text in the cache, since the mask alone says who sees them.
+        run_rows(model, cache, ids, causal, places, places)
+    # The prompt tokens may follow the text in the cache, since only the mask says who sees them.
     cache.start = T
     for layer, (keys, values) in enumerate(prompts):
         cache.update(keys.expand(B, -1, -1, -1), values.expand(B, -1, -1, -1), layer)
@@ -314,28 +323,27 @@ def mask_states(model, masks: torch.Tensor, prompts, ids: torch.Tensor,
     # group up to itself.
     positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
     anchor_of = anchors.repeat_interleave(M, 1)  # of each mask, [B, G · M]
-    sees_text = text[:, None] <= anchor_of[:, :, None]  # [B, G · M, T]
+    sees_text = places[:, None] <= anchor_of[:, :, None]  # [B, G · M, T]
     sees_prompts = torch.ones(B, G * M, P, dtype=torch.bool)
     row = torch.arange(G * M)  # row r is of group r // M
     sees_group = (row // M == row[:, None] // M) & (row <= row[:, None])  # [G · M, G · M]
     visible = torch.cat([sees_text, sees_prompts, sees_group.expand(B, -1, -1)], 2)
-    anywhere = torch.full((B, P), 10 ** 9)  # so no sliding window hides the prompt tokens
-    slots = torch.cat([text, anywhere, positions], 1)
+    far = torch.full((B, P), 10 ** 9)  # after all rows, so no window hides the prompt tokens
+    slots = torch.cat([places, far, positions], 1)
     embeds = masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
     return run_rows(model, cache, embeds, visible, positions, slots).unflatten(1, (G, M))
 
 
 def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable) -> torch.Tensor:
-    """Compute Eq. 1, as a mean over the labels so that the loss does not grow with their number.
+    """Compute Eq. 1, as a mean over the labels.
 
     states  what the LM head reads at masks, [B, G, M, d]
     labels  [B, G, M], -100 where there is none
-    score   a function from states to logits, as `score_with` of support/parts.py makes it
+    score   a function from states to logits: the LM head, made by `score_with` of support/parts.py
     """
     labels = labels.to(states.device)
     known = labels >= 0
-    # - log P(y_i | X, y_0 … y_k; prompt and mask tokens) of each label, and the mean of these
-    return F.cross_entropy(score(states[known]), labels[known], reduction="none").mean()
+    return F.cross_entropy(score(states[known]), labels[known])
 
 
 # ------------------------------------------------------------------------------------ tuning
@@ -349,14 +357,14 @@ def measure(model, tuning: Tuning, data: list, most: int) -> tuple[float, list[f
     """
     from support.parts import score_with
     score, rng = score_with(model), random.Random(0)
-    loss, right, total = 0.0, 0, 0
+    loss, right, total = 0.0, 0, 0  # the last two are counts, [M] after the first pair
     for pair in data:
         ids, anchors, labels = sample_anchors([pair], len(tuning.masks), most, rng)
         logits = score(mask_states(model, tuning.masks, tuning.prompts, ids, anchors))
         labels = labels.to(logits.device)
         known = labels >= 0
         loss += F.cross_entropy(logits[known], labels[known], reduction="sum").item()
-        right = right + (logits.argmax(-1) == labels).sum((0, 1))  # [M]. -100 equals no guess
+        right = right + (logits.argmax(-1) == labels).sum((0, 1))  # [M]. No guess is ever -100
         total = total + known.sum((0, 1))
     return loss / total.sum().item(), (right / total.clamp(min=1)).tolist()
 
@@ -364,18 +372,19 @@ def measure(model, tuning: Tuning, data: list, most: int) -> tuple[float, list[f
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, P: int = 16,
           M: int = 3, max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
           anchors: int = 64, lr: float = 3e-2, seed: int = 0) -> None:
-    """Tune prompt and mask tokens for a frozen model on its own answers. A stopped run goes on.
+    """Tune prompt and mask tokens for a frozen model on its own answers. Run it again to resume a
+    stopped run.
 
     out:    the safetensors file to make
     work:   folder of answers and checkpoints, by default OUT.work
     P:      prompt tokens, 0 or more. With 0 there are only mask tokens
     M:      mask tokens, 1 or more
     max_new_tokens: the most tokens of an answer
-    batch:  answers of a pass. A step of the paper has 128 answers. The logits of all masks are in
-            memory at once. If they do not fit, take fewer answers, and --accumulate more passes
+    batch:  answers of a pass. The paper's step has 128 answers. The logits of all masks are in
+            memory at once. If they do not fit, take fewer answers and more passes: --accumulate, an
+            option of every training
     anchors: the most mask groups of an answer, 1 or more
-    lr:     where the cosine of the learning rate begins. The paper's 3e-2 also suits a model of 10M
-            weights
+    lr:     learning rate at the start of its cosine. The paper's 3e-2 also suits 10M parameters
     """
     from support.parts import score_with
     from training.loop import (Training, cosine, count_tokens, digest, prepare_training,
@@ -384,7 +393,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
     score = score_with(model)
-    # A stopped run goes on only if all is the same that the tuning depends on.
+    # A stopped run is resumed only if nothing that the tuning depends on has changed.
     fingerprint = digest(model.state_dict()), batch, anchors, data, held_out
     adam = torch.optim.AdamW(tuning.parameters(), lr, weight_decay=0.0)
     training = Training(dict(tuning.named_parameters()), fingerprint, name="tuning", steps=steps,
@@ -399,7 +408,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     for rng in training.updates(evaluate):
         adam.zero_grad()
         for _ in range(training.passes):  # one, or more with --accumulate
-            # Section 3.1: questions X, the model's own answers Y of similar length, and random k
+            # Section 3.1: questions X, the model's own answers Y, and random k. Pairs of similar
+            # length need little padding. `at` has the anchors' positions.
             pairs = sample_alike(data, batch, rng, count_tokens)
             ids, at, labels = sample_anchors(pairs, M, anchors, rng)
             with training.precision():
@@ -464,5 +474,5 @@ if __name__ == "__main__":
     try:
         from cli.commands import main  # the command line is in cli/, a folder of this project
     except ModuleNotFoundError:
-        from common import main  # a file that was copied with common.py alone has a small one
+        from common import main  # a file that was copied with only common.py uses the small one
     sys.exit(main([bita], report, commands=[train], ranges={"tree": TREES}))

@@ -3,7 +3,7 @@
 Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
 
     python cllm.py collect --prompts FILE --out trajectories.jsonl     # Alg. 1: Jacobi trajectories
-    python cllm.py train --data trajectories.jsonl --lr 2e-5 --out my-cllm     # Alg. 2: two losses
+    python cllm.py train --data trajectories.jsonl --lr 5e-4 --out my-cllm     # Alg. 2: two losses
     python cllm.py --target my-cllm --prompt "..."                     # Alg. 3: Jacobi decoding
     python cllm.py profile --after my-cllm --prompts FILE              # Table 3
 
@@ -11,13 +11,11 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
     L_AR = - sum_i log q(l_i | l_<i, x)                                                      Eq. 6
     L    = L_GC + w L_AR                                                                     Eq. 7
 
-The model in training is q, and the text before the block is x. A block is the paper's n-token
-sequence, but its first token is the root, which is known. A state of the block on the Jacobi
-trajectory is y. The last state is the fixed point y*, the greedy output of the model before
-training. The fixed points of all blocks make up the answer l.
-
-In Eq. 6 the text before the answer, the prompt, is x. D is a distance of two distributions
-(--divergence), and w is --w.
+q is the model in training. A block is the paper's n-token sequence, and x is the text before it (in
+Eq. 6 before the answer). The block's first token, the root, is known already. Alg. 3 computes it in
+line 4, as y_0. y is a state on the block's Jacobi trajectory. The last state is the fixed point y*,
+the greedy output of the model before training. The fixed points of all blocks make up the answer l.
+D is a distance between two distributions (--divergence), and w is --w.
 
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
 y(1), which is wrong from its third token on:
@@ -27,27 +25,32 @@ y(1), which is wrong from its third token on:
     y(2)   root  a1  a2  z3
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
-Up to a1 teacher and student are the same nodes, and D is 0 there. D compares no token after the
-block, and only such a token follows x3, so x3 is no node of the tree. Only the last token of y(2)
-is wrong, so y(2) adds nothing to the loss. One forward pass over such a tree evaluates an answer
-and states of all its blocks. A pass for each state would read the same tokens again and again.
+Up to a1 teacher and student are the same nodes, and D is 0 there. Only a token after the block
+follows x3, and Eq. 4 ends with the block. So x3 is left out. Only the last token of y(2) is wrong,
+so y(2) adds nothing to the loss. One tree holds an answer and states of all its blocks, so one
+forward pass reads them all. A pass for each state would read the same tokens again and again.
 
-Decoding is lossless for the trained model, greedily and at a temperature. But training changes what
-the model says, and repetitive text decodes fast. So measure the quality of the text with the speed.
+Decoding is lossless for the trained model at every temperature. But training changes what the model
+says, and repetitive text decodes fast. So measure the quality of the text together with the speed.
 
 Departures (smaller ones are in results/cllm.md):
-- States. Paper: Alg. 2 draws one state of a trajectory, which may be y*. Here: several states of
-  each block, from y(0) on, but never y*, as in the released code. Why: decoding begins with y(0),
-  and the loss of y* is 0.
-- Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means, as in the released code,
-  and D counts only from the first wrong token on. Why: answers differ in length.
-- Blocks. Paper: they tile the answer (Alg. 1). Here: a block begins with a known token, often the
-  last one of the block before, so it adds n - 1 or n tokens. Why: no call is spent only on a root.
-- Collecting. Paper: Alg. 1 adds y* to x, so first guesses come from prompt and answer, and it sets
-  random tokens right. Here: they come from the prompt, and the first wrong token stays wrong, in
-  half of the states. Why: otherwise a state could become y*, and decoding begins so.
-- Low rank. Paper: all weights are trained. Here: with `--rank R` only changes of rank R are. Why:
-  all weights need 16 bytes each, with their gradients and the moments of AdamW.
+- States. Paper: Alg. 2 draws one block of an answer, and one state of it, which may be y*. Here:
+  all blocks, and up to --states of each, but never y*, which the released code never draws either.
+  Why: one pass reads all of them, and the loss of y* is 0.
+- Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means over all tokens of a batch,
+  as in the released code, and D counts only from the first wrong token on. Why: answers differ in
+  length, and before the first wrong token D is 0.
+- Blocks. Paper: they tile the answer, n tokens each (Alg. 1). Here: a block begins with a known
+  token, often the last one of the block before, so it adds n - 1 or n tokens. The answer's end cuts
+  the last block. Why: no call is spent only on a root, and nothing after that end is learnt.
+- First guesses. Paper: Algs. 1 and 3 draw them from x, which grows with the answer. Here: they come
+  from the prompt. Why: the loop need not keep the text.
+- Corrections. Paper: Alg. 1 corrects random tokens of all states. Here: half of the states are
+  corrected, never in their first wrong token. Why: the other half stays as decoding meets it, and
+  no state can become y*.
+- Low rank. Paper: all weights are trained. Here: with `--rank R` only LoRA changes of rank R are.
+  Why: all weights need 16 bytes each, with their gradients and the moments of AdamW.
+- Sampling. Paper: only greedy decoding. Here: above temperature 0 too, as in jacobi.py.
 
 Left out: several GPUs, and local consistency (Eq. 5), which makes a slower model (Table 6).
 """
@@ -76,11 +79,12 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     guesses that are not final yet. The block ends when all are final. Alg. 3 and Eq. 3. The loop is
     the one of jacobi.py, word for word.
 
-    n: tokens of a block, its root included, 2 or more. Take the n of the training
+    n: tokens of a block, its root included, 2 or more. Use the n of the training
 
-    Yields chunks of 1 to n tokens; logs {"states", "final"} a block. Every call extends both lists:
-    the next state y(j), n tokens with the root first, and how many of its leading tokens are final.
-    This number is n + 1 if the token after the block is final too, which then is the next root.
+    Yields chunks of 1 to n tokens. For each block it logs {"states", "final"}, lists that each call
+    extends. The state y(j) of the Jacobi trajectory is states[j], n tokens with the root first. Its
+    leading final[j] tokens are final. The last final[j] is n + 1 if the token after the block is
+    final too.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
@@ -90,16 +94,16 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
-        final = 1  # how many leading tokens of y are final
+        final = 1  # line 3: leading tokens of y that are final, y_0 included; n_t leaves it out
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
-        while final < n:  # lines 6 and 15
+        while final < n:  # lines 6 and 15, without the call that only confirms the last token
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             guesses = greedy(logits)
             chosen = sample(logits)  # at temperature 0 these are the argmaxes too
-            # Line 9: count the leading guesses that the target chooses too
+            # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
@@ -114,15 +118,18 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
             yield chunk
-        root = chunk[-1]  # the last token of y if final is n, the token after y if it is n + 1
+        root = chunk[-1]  # the last final token: y[-1], or the token after it
 
+
+# ------------------------------------------------------------- Table 3: what decoding gained
 
 def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
     """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
 
-    Fast-forwarded are all tokens that a call makes final. As in Table 3, the one token that
-    autoregressive decoding would make final too is counted with them. A stationary token is right
-    in some state in which a token before it is wrong, and it is right in every later state.
+    All tokens that a call makes final count as fast-forwarded. One of them autoregressive decoding
+    would give too. They are counted per call, as in Section 3.3, over all calls together. A
+    stationary token is right in some state in which a token before it is wrong,
+    and it is right in every later state.
 
     log       what `cllm` logged, a record for each block
     eos       token ids that end an answer. A block that has one after its root is left out
@@ -137,7 +144,7 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     for states in (r["states"] for r in blocks):
         y_star = states[-1]
         for i, token in enumerate(y_star):
-            # Nobody predicted y(0), so a guess of y(0) that happens to be right does not count
+            # y(0) is random, so it counts as wrong even where it is right by chance
             last_wrong = 0
             for j, y in enumerate(states):
                 if y[i] != token:
@@ -168,7 +175,10 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
 
 
 def report(run) -> str:
-    """Return a line that says what the complete blocks of a run gained."""
+    """Return a line that says what the complete blocks of a run gained.
+
+    run   a finished run, with the log of `cllm` and the tokens `eos`
+    """
     blocks, gained, stationary = profile_of(run.log, run.eos)
     return (f"{blocks} complete blocks: {gained:.2f} tokens fast-forwarded a call, "
             f"{stationary:.2f} stationary tokens a block")
@@ -180,8 +190,8 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
                       seed: int = 0) -> tuple[list[int], list]:
     """Decode an answer, and take the Jacobi trajectories of its blocks from the log.
 
-    A block begins with the last token that is final after the block before. This is that block's
-    own last token, or the token after it. With n = 4 and a prompt of two tokens:
+    A block begins with the last token that the block before made final: its own last token, or the
+    token after it. With n = 4 and a prompt of two tokens:
 
         prompt + answer   0  1  2  3  4  5  6  7  8  9
         first block          1  2  3  4                 start 1, the last token of the prompt
@@ -200,6 +210,7 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
     for record in log:
         y_star = (prompt + answer)[start:start + n]  # fewer than n at the answer's end
         states = [y[:len(y_star)] for y in record["states"]]
+        # A state that is cut at the answer's end may equal y* before the last call
         blocks.append((start, [*(y for y in states if y != y_star), y_star]))
         start += record["final"][-1] - 1  # the last token that is final is the next root
     return answer, blocks
@@ -224,7 +235,8 @@ def augment_states(trajectory: list[list[int]], share: float, rng: random.Random
 
 def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 16,
             max_new_tokens: int = 128, augment: float = 0.3, seed: int = 0) -> None:
-    """Collect the Jacobi trajectories of a model's own answers. Alg. 1. A stopped run goes on.
+    """Collect the Jacobi trajectories of a model's own answers. Alg. 1. Run it again to resume a
+    stopped run.
 
     out:     the file to make. It has a line for the settings, then one for each prompt
     n:       tokens of a block, its root included, 2 or more
@@ -237,8 +249,9 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     lm, eos = CachedLM(model), eos_ids(model, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "a+b") as file:
+        # Of the first line all settings are needed, and of the others only the prompt
         kept = read_kept(file, lambda row: row if "model" in row else tuple(row["prompt"]))
-        if not kept:  # the first line has the settings, and each other line a prompt
+        if not kept:
             file.write(json.dumps(settings).encode() + b"\n")
         elif kept[0] != settings:
             raise InputError(f"expected a file of {settings}, got {str(out)!r} of others")
@@ -260,7 +273,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 # ------------------------------------------------------------------------- Alg. 2: the training
 
 def draw_states(example: dict, most: int, rng: random.Random) -> list[tuple[int, list[int]]]:
-    """Draw in each block of an example at most `most` of the states before y*, all equally likely.
+    """Draw up to `most` of the states before y* from each block of an example, equally likely.
 
     example   {"prompt", "answer", "blocks"}, a line that `collect` wrote
     returns   for each state a pair (start, y), its root's place in prompt + answer and its tokens
@@ -287,7 +300,7 @@ def training_tree(text: list[int], states: list) -> tuple[list[int], list[int], 
         student = start
         # The last token is left out, since it predicts a token after the block
         for teacher, token in enumerate(y[1:-1], start + 1):
-            # The student is on the trunk as long as its number is its place
+            # On the trunk, the student so far is the node just before the teacher
             if student == teacher - 1 and token == text[teacher]:
                 student = teacher
             else:
@@ -315,14 +328,14 @@ def losses(model, score: Callable, examples: list[dict], states: list[list],
     """Return the consistency loss (Eq. 4) and the AR loss (Eq. 6) of some examples, in nats.
 
     score      a function from what the model's LM head reads to logits
-    examples   {"prompt", "answer", …} of each
+    examples   {"prompt", "answer", …}, lines that `collect` wrote
     states     for each example the states to learn from, as `draw_states` returns them
-    kind       the distance D, as `divergence` of training/loop.py has it
+    kind       the distance D: forward-kl, reverse-kl or jsd
     returns    the mean of D over all nodes that are compared, or 0 if there are none; and the mean
                cross-entropy of all tokens of the answers
     """
     from training.loop import divergence
-    before, tokens, teachers, students = [], [], [], []
+    answer_rows, tokens, teachers, students = [], [], [], []
     for example, drawn in zip(examples, states):
         prompt, answer = example["prompt"], example["answer"]
         ids, parents, compared = training_tree(prompt + answer, drawn)
@@ -331,16 +344,16 @@ def losses(model, score: Callable, examples: list[dict], states: list[list],
         teachers.append(hidden[teacher])
         students.append(hidden[student])
         # The node before a token of the answer predicts it
-        before.append(hidden[len(prompt) - 1:len(prompt) + len(answer) - 1])
+        answer_rows.append(hidden[len(prompt) - 1:len(prompt) + len(answer) - 1])
         tokens += answer
     # Eq. 6: - log q(l_i | l_<i, x), for all tokens of all answers
     labels = torch.tensor(tokens, device=hidden.device)
-    ar = F.cross_entropy(score(torch.cat(before)), labels, reduction="none")
+    ar = F.cross_entropy(score(torch.cat(answer_rows)), labels)
     # Eq. 4: D( stopgrad q(. | y*_<i, x) || q(. | y_<i, x) ), for all i of all states
     teacher_logits = score(torch.cat(teachers)).detach()
     student_logits = score(torch.cat(students))
     distance = divergence(kind, teacher_logits, student_logits)
-    return distance.sum() / max(1, len(distance)), ar.mean()
+    return distance.sum() / max(1, len(distance)), ar
 
 
 def read_examples(path: Path, seed: int, vocab: int) -> tuple[int, list[dict], list[dict]]:
@@ -377,16 +390,17 @@ def read_examples(path: Path, seed: int, vocab: int) -> tuple[int, list[dict], l
 def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = None,
           steps: int = 1000, batch: int = 8, states: int = 4, rank: int = 0, w: float = 10.0,
           divergence: str = "forward-kl", seed: int = 0) -> None:
-    """Teach a model to solve its Jacobi iteration in fewer steps. Alg. 2. A stopped run goes on.
+    """Teach a model to solve its Jacobi iteration in fewer steps. Alg. 2. Run it again to resume a
+    stopped run.
 
     data:   file of trajectories, made by `python cllm.py collect`
     out:    model directory to make, in bfloat16
     work:   folder of checkpoints, by default OUT.work
-    batch:  answers of a pass. The logits of all rows that a loss reads are in memory at once. If
-            they do not fit, take fewer answers, and --accumulate more passes
+    batch:  answers of a pass. The logits of all rows that a loss reads are in memory at
+            once. If they do not fit, take fewer answers, and --accumulate more passes
     states: the most states of each block of an answer, 1 or more
-    rank:   train changes of this rank of the layers' matrices, 0 or more. With 0 all weights are
-            trained
+    rank:   train a change of this rank (LoRA) for each matrix of the layers, 0 or more. With 0 all
+            weights are trained
     lr:     learning rate after the warm-up. With 10M parameters 5e-4 worked well. The released
             script for 7B parameters has 2e-5
     w:      weight of the AR loss, 0 or more. In Table 6 a model is faster with 1, and more accurate
@@ -400,12 +414,12 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     from training.low_rank import choose_weights, merge_changes
     require(divergence in ("forward-kl", "reverse-kl", "jsd"), "divergence",
             "forward-kl, reverse-kl or jsd", divergence)
-    CachedLM(model)  # refuses layers that read no mask: each state in a pass has its own
+    CachedLM(model)  # refuses layers that read no mask, which would let states see each other
     n, examples, held_out = read_examples(data, seed, len(model.get_input_embeddings().weight))
     eos = eos_ids(model, tokenizer)
     weights = choose_weights(model, rank, seed)
     score = score_with(model.eval())  # dropout is not wanted
-    # A stopped run goes on only if all is the same that the trained weights depend on
+    # A stopped run is resumed only if nothing that the trained weights depend on has changed
     fingerprint = (digest(model.state_dict()), n, sorted(eos), examples, held_out, batch, states, w,
                    divergence)
     adam = torch.optim.AdamW(weights.values(), lr, (0.9, 0.95), weight_decay=0.0, foreach=False)
@@ -418,7 +432,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
         drawn = [draw_states(example, states, rng) for example in held_out]
         with torch.inference_mode(), training.precision():
             pairs = [losses(model, score, [x], [y], divergence) for x, y in zip(held_out, drawn)]
-        consistency, ar = (sum(map(float, some)) / len(pairs) for some in zip(*pairs))
+        consistency, ar = (sum(map(float, values)) / len(pairs) for values in zip(*pairs))
         lm = CachedLM(model)
         said = [find_trajectories(lm, x["prompt"], n, len(x["answer"]), eos)[0] for x in held_out]
         figures = {"consistency": consistency, "ar": ar, "per_call": sum(map(len, said)) / lm.calls}
@@ -438,7 +452,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
             loss.backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         adam.step()  # Alg. 2: update the parameters
-    # Settings of sampling that the model had before can make `save_pretrained` fail
+    # The old generation settings, such as a temperature, can make `save_pretrained` fail
     model.generation_config = GenerationConfig(eos_token_id=sorted(eos) or None)
     save_model(out, merge_changes(model).to(torch.bfloat16), tokenizer)
 
@@ -447,6 +461,7 @@ if __name__ == "__main__":
     try:
         from cli.commands import main  # the command line is in cli/, a folder of this project
     except ModuleNotFoundError:
-        from common import main  # a file that was copied with common.py alone has a small one
+        from common import main  # a file that was copied with only common.py uses the small one
+    # `kept` is how a file begins that `collect` may resume, and `ranges` is what --tune tries
     sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
                   kept={collect: '{"model": "'}, ranges={"n": (4, 8, 16, 32, 64)}))

@@ -1,13 +1,13 @@
 """This file has what the methods share: token trees, masks, a model with its cache, sampling,
-decoding, loading and a small command line. Read it first; masks and loading can wait.
+decoding, loading and a small command line. Read it first; masks, and all after decoding, can wait.
 
-Every method does one thing in its own way. It grows a small *token tree* at the end of the text,
-runs the model once over the whole tree, and keeps one path of the tree.
+Every method does the same thing in its own way. It grows a small *token tree* at the end of the
+text, runs the target once over the whole tree, and keeps one path of the tree.
 
     target     the model whose output is wanted
     draft      a smaller model, or a part of the target, that guesses what the target will say;
                also the tokens that it guesses in a round
-    call       one pass of a model over some tokens at once
+    call       one pass of a model over some tokens at once that gives logits
     row        one token of a call, with its keys, values and logits; the cache has a slot for it
     round      one turn of a method's loop: some guesses, and one call of the target to verify them
     context    the text without its last token; its keys and values are cached
@@ -21,9 +21,9 @@ runs the model once over the whole tree, and keeps one path of the tree.
          context    root  └─ in ── a              after "on". The guess "on" is accepted, and the
                                                   chunk is [on, my].
 
-The life of a round, with this tree:
+The life of a prompt, with this tree. Steps 2 to 5 are a round:
 
-    1. begin     Once for each prompt, cache the context: … the cat. This is the *prefill*.
+    1. begin     Cache the context once: … the cat. This is the *prefill*.
     2. grow      Guess. How to guess is what a method is about. `trie` makes a tree of guesses:
 
                      node        0    1    2    3    4    5
@@ -34,7 +34,7 @@ The life of a round, with this tree:
                  other, so a node sees the context, its ancestors and itself (*tree attention*):
 
                                  … the cat   sat  on  the  mat  in   a     position
-                            sat   x   x  x    x                               n (of context)
+                            sat   x   x  x    x                               n = len(context)
                             on    x   x  x    x    x                          n + 1
                             the   x   x  x    x    x   x                      n + 2
                             mat   x   x  x    x    x   x    x                 n + 3
@@ -46,13 +46,13 @@ The life of a round, with this tree:
     4. walk      From the root, follow what the target chose: 0 (sat), 1 (on). No child of node 1
                  holds "my". The path is [0, 1], and the chunk is [on, my].
     5. commit    The rows of "sat" and "on" join the context, and the others are forgotten. "my" is
-                 the root of the next round, which begins with step 2.
+                 the root of the next round.
 
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
 generator at a time. In a method's docstring a name with a colon is an option of its command line.
 
-Which models: those whose attention depends on a mask and positions only, with full or sliding
-windows (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, …). `load` and CachedLM refuse others.
+Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … Their attention, full or in a sliding
+window, can be set by a mask. `load` refuses other attention, and CachedLM other kinds of layers.
 Left out: batches, encoder-decoder models, and layers with a state (support/recurrent.py).
 """
 import argparse
@@ -118,13 +118,13 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------- masks
 def windows_of(model) -> dict[str, int | None]:
-    """Find how many tokens each kind of layer looks back; None where it sees all of them.
+    """Find how many tokens, itself included, a row sees in each kind of layer. None: all of them.
 
-    A config that lists no kinds of layers gets one, called sliding; its window may be None.
+    If a config lists no kinds of layers, all count as sliding. Their window may be None.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    # A file may list a `sliding_window` that its family ignores. Then a fresh config has none.
+    # A file may list a `sliding_window` that its family ignores. A new config has none then.
     known = window and hasattr(type(config)(), "sliding_window")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return {kind: window if known and kind == "sliding_attention" else None for kind in kinds}
@@ -174,7 +174,7 @@ class KVCache:
         return model(**inputs, past_key_values=self, use_cache=True, return_dict=True)
 
     def commit(self, first: int, path: list[int]) -> None:
-        """Move the rows of a path to the slots from `first` on. Pending node 0 is in `first`."""
+        """Move the rows of a path to the slots from `first` on. Slot `first` has pending node 0."""
         if path == list(range(len(path))):
             return  # they are in place already
         rows = first + torch.tensor(path)
@@ -183,7 +183,7 @@ class KVCache:
             buffer[:, :, first:first + len(path)] = buffer[:, :, rows]
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first tokens. Nothing is done: the next pass writes over them."""
+        """Forget the tokens from `length` on. Nothing is done: the next pass writes over them."""
 
 
 class CachedLM:
@@ -240,7 +240,7 @@ class CachedLM:
         n, old = len(ids), len(self.parents)
         parents = list(range(old - 1, old + n - 1) if parents is None else parents)
         if n == 0 or n != len(parents) or any(not -1 <= x < i for i, x in enumerate(parents, old)):
-            raise ValueError(f"expected {n} parents, earlier nodes or -1, got {parents}")
+            raise ValueError(f"expected nodes with a parent each, earlier or -1, got {parents}")
         positions, mask = self.layout(self.parents + parents, n)
         self.cache.start = self.prefix + self.length + old  # the slot after all pending nodes
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
@@ -256,7 +256,7 @@ class CachedLM:
         self.cache.ancestors = ancestors  # for caches of layers that read no mask
         # The position of a node is how many tokens come before it: those of the context and its
         # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess beyond max_length
-        # gets the last position. In the target's answer is none, since `until` ends before it.
+        # gets the last position. No such guess gets into the answer, which `until` ends before it.
         places = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A node sees the whole context, its ancestors and itself, apart from windows.
         visible = F.pad(ancestors[-n:], (self.length, 0), value=True)
@@ -270,8 +270,8 @@ class CachedLM:
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         if inputs.ndim > 2 and hasattr(self.model.get_decoder(), "embed_tokens_per_layer"):
             raise InputError(f"expected layers fed by embeddings, got {type(self.model).__name__}")
-        # Rows are given by index: transformers takes a count of 0 for all of them, and for a slice
-        # PyTorch copies the LM head on a CPU in bfloat16.
+        # Rows are given by index, since transformers takes a count of 0 for all rows, and a slice
+        # makes PyTorch copy the LM head on a CPU in bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
         return self.cache.run(self.model, **{name: inputs}, position_ids=positions,
                               attention_mask=mask, logits_to_keep=read).logits
@@ -358,7 +358,7 @@ def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
 
     prompt    token ids, a list or a tensor [n]. It is returned as a list
     drafts    models with the same tokenizer. Their logits beyond the target's vocabulary are cut
-    options   arguments of the target's `start`, if its class has some of its own
+    options   further arguments of the target's `start`, if its class takes any
     """
     prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     if not prompt or not all(isinstance(token, int) for token in prompt):
@@ -425,7 +425,7 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
     if found["missing_keys"] or not model._supports_attention_backend:
         raise InputError(f"expected all weights and attention that takes a mask, got {path} with "
                          f"{type(model).__name__} and without {found['missing_keys']}")
-    model.config.get_text_config().output_router_logits = False  # it would read masks as padding
+    model.config.get_text_config().output_router_logits = False  # a loss reads masks as padding
     return model.to(device).eval(), tokenizer
 
 
@@ -439,9 +439,9 @@ def eos_ids(model, tokenizer) -> set[int]:
 def main(methods: list, *_, **__) -> None:
     """Answer a prompt by the first method of a file that was copied without the folder cli/.
 
-    Its options are the method's numbers and texts. Whatever else a file says is ignored.
+    Its options are the method's keywords that are numbers or strings. Others are ignored.
     """
-    method, takes = methods[0], methods[0].__annotations__  # takes["target"] is CachedLM
+    method, takes = methods[0], methods[0].__annotations__  # takes["target"] is a class
     roles = [role for role in ("target", "draft") if role in takes]
     options = {name: x for name, x in method.__kwdefaults__.items() if type(x) in (int, float, str)}
     parser = argparse.ArgumentParser(description=method.__doc__, usage=argparse.SUPPRESS,

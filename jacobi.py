@@ -8,11 +8,11 @@ lookahead       W columns of guesses stand ahead of the text. Each call runs one
                 them, which adds a token to every column. A column of N tokens is an n-gram, and it
                 becomes a guess. Fu et al., "Break the Sequential Dependency of LLM Inference Using
                 Lookahead Decoding", arXiv 2402.02057
-prompt_lookup   The tokens that followed the last token earlier in the text become guesses. Saxena,
-                "Prompt Lookup Decoding", 2023, which is a repository without a paper
+prompt_lookup   Tokens that followed an earlier copy of the text's last token become guesses.
+                Saxena, "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
 All are lossless. A guess becomes final only if it equals the token that the target chooses at its
-position: the argmax or, at a temperature, one sample after each node.
+position: the argmax or, above temperature 0, one sample after each node.
 
 A block of Jacobi decoding with n = 5, where the text ends in "sat". A call is fed the last final
 token and all guesses, and gives the argmax after each of them. Tokens left of the bar are final:
@@ -26,7 +26,7 @@ token and all guesses, and gives the argmax after each of them. Tokens left of t
     call 3                           mat    and    the     the guess "mat" was right, so that its
     y(3)         sat   on     the    mat    and  │         argmax "and" is final as well
 
-Call 2 guessed "mat" in the right place, although it was fed a wrong token before it. So three calls
+Call 2 guessed "mat" in the right place, although the "cat" before it was wrong. So three calls
 make four tokens final. The last of them, "and", is the next root. If the guess at position 4 had
 also been right, the argmax at position 5 would be final, and would be the next root.
 
@@ -39,10 +39,12 @@ number says how many positions after the root the token would stand:
     level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4           column 1
     new         d3     d4     d5                  └─ b1 ─── c2 ─> d3                  column 0
 
-The window starts as one level of W + N - 2 = 5 tokens. Each call adds a level and drops a column:
+The window starts as one level of W + N - 2 = 5 tokens. While it grows, a call adds a level and
+drops a column. Here numbers count from the first root. Each later root replaces the first token of
+level a:
 
-    call 1    root  a1  a2  a3  a4                     gives b1 … b5, and b1 is not kept
-    call 2    root  a2  a3  a4 │ b2  b3  b4  b5        gives c3 … c6; a root is in the place of a1
+    call 1    root  a1  a2  a3  a4                     gives b1 … b5; drops root and b1
+    call 2    root  a2  a3  a4 │ b2  b3  b4  b5        gives c3 … c6; drops root, b2 and c3
     call 3    root  a3  a4 │ b3  b4  b5 │ c4  c5  c6   is full: from here on as in the picture
 
 One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
@@ -53,21 +55,26 @@ Departures:
 - Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
   Section 3.1). Santilli's code begins with padding tokens. Here: a block is the root and random
   tokens of the prompt. It ends when its last token is final, and adds n - 1 tokens, or n if the one
-  after it is final too. Why: no call is spent only on a root, or on seeing that nothing changes.
+  after it is final too. Why: this saves the call for y_0, since the prefill gives no logits, and
+  the last call, which changes nothing. Alg. 3 as printed never ends, as its i* stays in the block.
 - Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
-  after the other. Here: one sample after each node is compared with the guesses. Why: the
-  distribution is the same, and each node needs one draw.
-- The window. Released code: with ALWAYS_FWD_ONE = 0 the window moves on by all tokens that a call
-  adds to the text, and random tokens fill its new columns. Here: it moves by one position, even if
-  a call adds several tokens. Then its tokens stand for later positions than they were computed for.
-  Why: this is that code's default, and the n-grams are only guesses.
-- N-grams. Paper: Fu's are the window's, and the released code can add those of the text. Saxena
-  guesses 10 tokens, those after the first match of the last 3 tokens, or else of 2 or 1. Here: the
-  text's are added too, and a call tries the G newest that begin with the last token. Verification
-  begins with the first call, not when the window is full. Why: answers repeat the text.
+  after the other, without a tree. Here: n-grams share their first tokens in a tree, and one sample
+  after each node is compared with the guesses. Why: the distribution is the same, with fewer rows,
+  and each node needs one draw.
+- The window. Released code: it moves by one position a call. With ALWAYS_FWD_ONE = 0 it moves by
+  all tokens that the call adds. Here: always by one. After a longer chunk its tokens stand for
+  later positions than they were computed for. Why: n-grams are only guesses.
+- Lookahead's pool. Released code: it has the window's n-grams, and the text's only with
+  POOL_FROM_PROMPT. It is read once the window is full. Here: it has both unless `prompt_ngrams` is
+  off, and is read from the first call. Why: answers repeat the text.
+- EOS in the window. Released code: random tokens of the prompt replace it in the newest level.
+  Here: it stays. Why: n-grams are only guesses.
+- Prompt lookup. Saxena: a guess has 10 tokens, those after the first match of the last 3 tokens, or
+  else of 2 or 1. Here: N - 1 tokens after each of the G newest matches of the last token. Why: one
+  pool serves both methods.
 
-Left out: lookahead on several GPUs, and two other algorithms of Santilli's. One runs Jacobi
-iteration over the whole answer. The other goes on token by token after a given length.
+Left out: lookahead on several GPUs, and Santilli's PJ and HGJ. PJ runs Jacobi iteration over the
+whole answer. HGJ goes on token by token after a given length. `jacobi` is Santilli's PGJ.
 """
 import random
 import sys
@@ -84,9 +91,10 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
 
     n: tokens of a block, its root included, 2 or more
 
-    Yields chunks of 1 to n tokens; logs {"states", "final"} a block, lists that each call extends.
-    The state y(j) of the Jacobi trajectory is states[j], n tokens with the root first. Its leading
-    final[j] tokens are final. The number is n + 1 if the token after the block is final too.
+    Yields chunks of 1 to n tokens. For each block it logs {"states", "final"}, lists that each call
+    extends. The state y(j) of the Jacobi trajectory is states[j], n tokens with the root first. Its
+    leading final[j] tokens are final. The last final[j] is n + 1 if the token after the block is
+    final too.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
@@ -96,16 +104,16 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
-        final = 1  # how many leading tokens of y are final
+        final = 1  # line 3: leading tokens of y that are final, y_0 included; n_t leaves it out
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
-        while final < n:  # lines 6 and 15
+        while final < n:  # lines 6 and 15, without the call that only confirms the last token
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             guesses = greedy(logits)
             chosen = sample(logits)  # at temperature 0 these are the argmaxes too
-            # Line 9: count the leading guesses that the target chooses too
+            # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
@@ -137,7 +145,7 @@ class NgramPool:
         self.guesses = {}
 
     def add(self, ngrams: list[tuple[int, ...]]) -> None:
-        """Add n-grams, each as the newest one of its first token. It may be known already."""
+        """Add n-grams, each as the newest one of its first token. Known ones move to the end."""
         for first, *guess in ngrams:
             others = [other for other in self.newest(first) if other != guess]
             self.guesses[first] = [*others, guess][-self.G:]
@@ -160,7 +168,8 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
     N: tokens of an n-gram, 2 or more. A guess has N - 1 tokens
     G: how many guesses a call verifies, the newest ones, 1 or more
 
-    Yields chunks of 1 to N tokens; logs {"guessed", "accepted", "rows"} a call, counts of tokens.
+    Yields chunks of 1 to N tokens. For each call it logs {"guessed", "accepted", "rows"}, the
+    numbers of guesses, of accepted guesses, and of all rows.
     """
     chunk = begin(prompt, target)  # the prompt is the first chunk of the text
     text = []
@@ -235,16 +244,16 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     G: how many n-grams that begin with the root a call verifies, the newest ones, 1 or more
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
 
-    Yields chunks of 1 to N tokens; logs as prompt_lookup does, the window counted as rows only.
+    Yields chunks of 1 to N tokens. It logs what prompt_lookup logs. The window counts as rows only.
     """
     prompt = begin(prompt, target)
     text = []
-    chunk = prompt
+    chunk = prompt  # the prompt is the first chunk of the text
     pool = NgramPool(G)
-    # levels[l][i] guesses the token about i + l positions after the root. It is not exactly there,
-    # since the window moves by one position a call, whatever the call adds to the text. The window
-    # starts as one level of W + N - 2 tokens, the root and random ones. It loses a column each time
-    # that it gets a level, which happens N - 2 times.
+    # levels[l][i] guesses the token about i + l positions after the root. This is inexact, since
+    # the window moves by one position a call, whatever the call adds to the text. The window starts
+    # as one level of W + N - 2 tokens, the root and random ones. It loses a column each time that
+    # it gets a level, which happens N - 2 times.
     levels = [[prompt[-1], *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
     while True:
         text += chunk
@@ -282,7 +291,7 @@ if __name__ == "__main__":
         from cli.main import main  # the command line is in cli/, a folder of this project
         from cli.trajectory import show_trajectory
     except ModuleNotFoundError:
-        from common import main  # a file that was copied with common.py alone has a small one
+        from common import main  # a file that was copied with only common.py uses the small one
         show_trajectory = None
     ranges = {"n": (2, 4, 8, 16, 32), "W": (1, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}
     sys.exit(main([jacobi, lookahead, prompt_lookup], report, viewers={jacobi: show_trajectory},

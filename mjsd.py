@@ -1,16 +1,17 @@
 """Multi-token joint decoding chooses several tokens at a time by their joint likelihood.
 
 Qin et al., "Multi-Token Joint Speculative Decoding for Accelerating Large Language Model
-Inference", arXiv 2407.09722, version 1. Its later versions call MJGD MTJD, and MJSD MTAD.
+Inference", arXiv 2407.09722, version 1. Later versions rename MJGD to MTJD, and MJSD to MTAD.
 
     MJGD   x_{t+1:t+K} = argmax p(x_{t+1:t+K} | x_{1:t}), by beam search as in Fig. 1    Def. 3.1
     MJSD   accept the longest prefix of a draft x with
            min(1, p(x_{t+1:t+i} | x_{1:t}) / q(x_{t+1:t+i} | x_{1:t})) > τ                  Alg. 1
 
-The joint probability of some tokens is p under the target and q under the draft model.
+p is a joint probability under the target, and q is one under the draft model.
 
-This is a round of MJSD with gamma = 3 and 2 beams. Each call of the draft model adds a token to the
-beams, and the two likeliest beams stay. Then the target verifies the best beam in one call:
+This is a round of MJSD with gamma = 3 and 2 beams. Each call of the draft model adds a token to
+each beam, and the two likeliest beams stay. Then the target verifies the best beam in one call. The
+picture leaves out some dropped beams:
 
     root ─┬─ the ─┬─ cat ─── sat     q = 0.30, the best beam
           │       └─ dog             less likely than both others: dropped
@@ -19,7 +20,7 @@ beams, and the two likeliest beams stay. Then the target verifies the best beam 
     prefix          q       p      p / q
     the             0.70    0.500  0.71      > τ = 0.1
     the cat         0.50    0.040  0.08      not above τ
-    the cat sat     0.30    0.039  0.13      > τ: the longest that passes, so all three stay
+    the cat sat     0.30    0.039  0.13      > τ: the longest that passes, so all three are accepted
 
 Lossy by design: the aim is not the target's own text but a likelier one, which is a text of lower
 perplexity under the target. For an accepted prefix
@@ -33,12 +34,13 @@ the draft and on the number of beams (results/mjsd.md).
 
 Departures:
 - Temperature 0. Paper: Alg. 1 samples beams and tokens, with top-20 and top-p 0.9 (App. D). Here: a
-  beam continues with the likeliest tokens, and the target adds its argmax. p and q are not warped.
-  Why: warped they would be 0 or 1, so the test would accept nothing but the target's own text. At
-  a temperature p and q are warped by the sampler, which keeps all tokens unless it is told.
+  beam continues with the likeliest tokens, and the target adds its argmax. p and q are not warped,
+  as in the paper's equations. Why: temperature 0 would warp them to 0 or 1, so that the test would
+  accept only the target's own text.
+  Above temperature 0 the sampler warps p and q. It keeps all tokens unless told otherwise.
 - End of an answer. Paper: a beam has γ tokens. Here: an EOS ends a beam, which keeps its joint
   probability and competes with longer beams. Why: tokens after an EOS must not count for or against
-  a beam. Short texts gain a little by this.
+  a beam. This favours short answers a little.
 - Sampling. Paper: each beam samples the tokens that may follow it, and it is not said how. Here:
   they are drawn without replacement. Why: a token drawn twice would make the same beam twice.
 
@@ -74,8 +76,8 @@ class Beam:
     tokens   the tokens
     logps    logps[i] is the joint log-probability of the first i tokens, in nats. The last item is
              that of the whole beam
-    nodes    nodes[i] is the pending node of the i-th token of unseen + tokens. The newest token has
-             none until the search feeds it
+    nodes    the pending nodes of the text's `unseen` tokens (see beam_search), then those of
+             `tokens`. The newest token has none until the search feeds it
     ended    whether the last token is an EOS, so that the beam grows no more
     """
     tokens: list[int]
@@ -90,8 +92,8 @@ def propose_children(logits: torch.Tensor, beams: int,
 
     logits   [n, V], a row for each beam
     beams    how many tokens may follow a beam at most
-    sample   the sampler. At temperature 0 the tokens are the likeliest ones, at others they are
-             drawn without replacement
+    sample   the sampler. At temperature 0 the tokens are the likeliest ones. Above 0 they are drawn
+             without replacement
     returns  for each row a list of pairs (token, its log-probability)
     """
     logp = log_probs(logits, sample)
@@ -103,7 +105,7 @@ def propose_children(logits: torch.Tensor, beams: int,
         score = logp + gumbel
     tokens = score.topk(min(beams, logp.shape[-1])).indices  # [n, beams]
     rows = zip(tokens.tolist(), logp.gather(-1, tokens).tolist())
-    return [[(x, value) for x, value in zip(*row) if value > -math.inf] for row in rows]
+    return [[(x, v) for x, v in zip(xs, vs) if v > -math.inf] for xs, vs in rows]
 
 
 def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample: Sampler,
@@ -115,7 +117,7 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
              beams hang below the last one
     depth    the number of tokens of a beam. A beam that ends with an EOS may have fewer
     beams    how many beams stay after each token
-    sample   the sampler that warps probabilities and, at a temperature, draws tokens
+    sample   the sampler that warps probabilities and, above temperature 0, draws tokens
     eos      tokens that end a beam
     returns  the beams, the likeliest first
     """
@@ -156,16 +158,18 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
     K:     tokens decoded together, 1 or more. 1 is greedy decoding
     beams: beams that stay after each token of the search, 1 or more. With V ** (K - 1) of them the
            search finds the argmax itself
+    eos    tokens that end a beam
 
-    Yields chunks of K tokens, or fewer if an EOS ends the chunk; logs {"logp"} a chunk. This is the
-    chunk's joint log-probability in nats. The search takes a target call for each level, K at most.
+    Yields chunks of K tokens, or fewer if an EOS ends the chunk. For each chunk it logs {"logp"},
+    the joint log-probability in nats. The search takes a target call for each level, K at most.
+    Raises InputError above temperature 0.
     """
     if sample.temperature > 0:
         raise InputError(f"--temperature must be 0 for joint greedy decoding, got "
                          f"{sample.temperature}")
     root = begin(prompt, target)[-1]
     while True:
-        # The best beam stands for the argmax over all texts of K tokens.
+        # The best beam approximates the argmax over all texts of K tokens.
         best = beam_search(target, [root], K, beams, sample, eos)[0]
         if not best.tokens:
             raise InputError("expected logits that are numbers, got nan from the target")
@@ -184,10 +188,11 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
 
     gamma: tokens of a beam (γ), 1 or more. An EOS may end it earlier
     beams: beams of the draft's beam search, 1 or more
-    tau:   accept a prefix if min(1, p / q) is above this (τ), 0 or more. 1 accepts nothing, so that
-           greedy output is the target's. 0 accepts every prefix that the target can say at all
+    tau:   accept a prefix if min(1, p / q) is above this (τ), 0 or more. 1 accepts nothing, so the
+           output is the target's own. 0 accepts every prefix with p > 0
+    eos    tokens that end a beam
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    Yields chunks of 1 to gamma + 1 tokens. For each round it logs {"drafted", "accepted"}, the
     number of tokens of the best beam, and how many of them are accepted.
     """
     text = begin(prompt, target, draft)
@@ -196,9 +201,9 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
         best = beam_search(draft, unseen, gamma, beams, sample, eos)[0]  # line 3
         x = best.tokens
         q = best.logps  # q[i] is the draft's joint log-probability of x_1 … x_i
-        logits = target.forward([unseen[-1], *x])  # line 4
+        logits = target.forward([text[-1], *x])  # line 4
         P = log_probs(logits, sample)  # [len(x) + 1, V]; row i - 1 is the target's for x_i
-        # The paper prints η ← -1 and η ← j. The text of Section 3 shows that 0 and i are meant.
+        # The paper prints η ← -1 and η ← j. The text of Section 3.2 shows that 0 and i are meant.
         p = 0.0  # line 6
         eta = 0
         for i, j in enumerate(x, 1):  # lines 7 and 8
@@ -218,7 +223,7 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
 
 # -------------------------------------------------------------------------- the command line
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """Compute the perplexity of outputs under the target's own distribution (Eq. 1).
+    """Compute the perplexity of outputs under the target's own distribution. Eq. 1, all together.
 
     prompts  token ids of each prompt
     outputs  token ids of the text after each prompt
@@ -249,6 +254,6 @@ if __name__ == "__main__":
     try:
         from cli.main import main  # the command line is in cli/, a folder of this project
     except ModuleNotFoundError:
-        from common import main  # a file that was copied with common.py alone has a small one
+        from common import main  # a file that was copied with only common.py uses the small one
     sys.exit(main([mjsd, mjgd], report, lossy=[mjsd, mjgd],
                   ranges={"gamma": (1, 2, 3, 4, 5, 6, 8), "beams": (1, 2, 4, 8)}))

@@ -4,12 +4,15 @@ Zhao et al., "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster Sp
 arXiv 2402.13720
 
     speed-up = (A(γ + β) + 1) t_target / (γ / c · t_draft + t_target)                        Eq. 6
-    A(γ + β)   how many tokens are accepted of γ drafted ones and the β of a suffix after them
+    A(γ + β)   the mean number of accepted tokens, of γ drafted ones and a suffix of β after them
+               (in Eq. 7 a suffix is β - 1 tokens: the first token of its phrase is left out)
     c          how many tokens one draft call drafts, so that γ tokens take γ / c calls
     t_draft    seconds of a draft call; t_target alike
 
-A phrase is β tokens, and its first token is its key. A round with γ = 3 and β = 3, where the pool
-holds the phrases "sat on the", "mat and then" and "mat by me", and the text ends in "sat":
+A phrase is β tokens. The draft makes phrases by lookahead decoding (Fu et al., arXiv 2402.02057):
+besides the drafted tokens, each draft call computes a *window* of guesses of later tokens.
+A round with γ = 3 and β = 3, where the pool holds the phrases "sat on the", "mat and then" and
+"mat by me", and the text ends in "sat":
 
     draft (3.1)      sat ── on ── the                          one draft call is fed the root, the
                      on     the   mat                          window and the phrase "sat on the".
@@ -23,26 +26,29 @@ holds the phrases "sat on the", "mat and then" and "mat by me", and the text end
 
 The target chose "slept" after "and", so "then" is rejected. It chose "and" after "mat", so "by" is
 rejected, and … is what it chose after "by". All of d was accepted. If tokens of d had been
-discarded, they would make phrases too.
+discarded, they would make phrases too. Above temperature 0 phrases have argmaxes, not choices.
 
-There are four mechanisms, and Table 4 of the paper shows what each of them brings:
-    phrases       Section 3.1: the draft decodes by lookahead, with phrases as guesses
+There are four mechanisms. Table 4 of the paper shows what each of them brings.
+    phrases       Section 3.1: the draft decodes by lookahead, and guesses the phrases it has made
     lengthen      Section 3.2: phrases that begin with the last drafted token lengthen the draft
     verification  Section 3.3: discarded tokens and corrected suffixes become phrases
     pool          Section 3.4: prompts that are given the same pool share their phrases
 Without any of them this is speculative decoding with a greedy draft.
 
 The method is lossless. A guess becomes final only if it equals the token that the target chooses at
-its position. The target chooses the argmax, or at a temperature one sample after each node.
+its position. The target chooses the argmax, or above temperature 0 one sample after each node.
 
 Departures:
 - Verification. Paper: segments of discarded tokens that match the target's choices make phrases,
-  and unused suffixes are corrected after a full acceptance. Here: a phrase begins with any
-  discarded token. Its middle tokens are drafted ones that match, and its last one is the target's
-  choice. All suffixes are corrected in every round. Why: the released code
-  (github.com/thunlp/Ouroboros) does so in add_extra_ngram and update_in_place.
-- Sampling. Paper: phrases have tokens that are drawn from the target. Here: they have its argmaxes.
-  Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
+  and unused suffixes are corrected after a full acceptance. Here: a phrase begins with a discarded
+  token, even a wrong one. The target agreed with its middle tokens, and chose its last one. All
+  suffixes are corrected in every round. Why: the released code (github.com/thunlp/Ouroboros) makes
+  such phrases in add_extra_ngram. It means to correct suffixes after a rejection too, but counts
+  lists there instead of tokens, and so corrects none.
+- Sampling. Paper: phrases of verification have tokens that are drawn from the target. Here: they
+  have its argmaxes. Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
+- Shared nodes. Paper: each suffix has a v of its own (Eq. 8). Here: equal beginnings share nodes
+  and samples. Why: the best of several samples would not have the target's distribution.
 - Sizes. Paper: γ is 2 to 6 or 7 to 14, W is 15 to 20 and β is 5 to 7 (Table 10). There is no number
   for G, the phrases that a draft call tries. Here: γ is 6, W is 2, β is 3 and G is 4. Why: on a CPU
   each row of a call costs time.
@@ -50,9 +56,12 @@ Departures:
   position a draft call, as if nothing had been rejected. Why: it holds only guesses, and the
   released code keeps it too (continue_ctx).
 - Whole phrases. Released code: a draft is cut after γ tokens. Here: its last phrase stays whole.
-  Why: the phrase is guessed already.
-- The pool. Released code: at most guess_set_size phrases begin with one token. Here: the pool keeps
-  all, and a draft call tries the G newest. Why: G bounds what a call costs.
+  Why: the draft model has chosen these tokens already.
+- The pool. Released code: at most guess_set_size phrases begin with one token, and they are tried
+  once the window is full. Here: the pool keeps all, and a draft call tries the G newest, from the
+  first call on. Why: G bounds what a call costs, and a shared pool has phrases from the start.
+- Suffixes. Paper: it is not said which phrases are the K. Here: the newest. Why: the released code
+  takes these too.
 """
 import itertools
 import random
@@ -66,8 +75,8 @@ from common import CachedLM, InputError, Sampler, begin, greedy, trie, walk
 class PhrasePool:
     """Keep phrases, which are tuples of tokens, and find the newest ones by their first token.
 
-    phrases   for each first token a dictionary whose keys are its phrases, the oldest first. Keys
-              of a dictionary serve as a set with an order
+    phrases   for each first token its phrases, the oldest first. They are the keys of a dictionary,
+              which serves as a set with an order
     """
 
     def __init__(self):
@@ -95,18 +104,18 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     """Draft at least gamma tokens phrase by phrase. Verify the drafted tokens, and the phrases that
     may follow them as suffixes, in one target call.
 
-    gamma:   tokens drafted a round, at least (γ), 1 or more
+    gamma:   the least number of tokens drafted a round (γ), 1 or more
     W:       columns of the draft's lookahead window, 1 or more
-    beta:    tokens of a phrase (β), 2 or more. The first one is its key
-    K:       phrases tried as suffixes of a draft, at most, 1 or more
-    G:       phrases tried in one draft call, at most, 1 or more
+    beta:    tokens of a phrase (β), 2 or more
+    K:       the most phrases tried as suffixes of a draft, 1 or more
+    G:       the most phrases tried in one draft call, 1 or more
     phrases: draft by lookahead, with phrases (Section 3.1). Without it draft token by token
-    lengthen: verify also what follows the last drafted token in phrases that begin with it (3.2)
+    lengthen: lengthen the draft by phrases that begin with its last token (3.2)
     verification: make phrases of what the target discards (3.3)
 
-    Yields chunks of 1 to gamma + 2 beta - 1 tokens; logs {"drafted", "calls", "accepted",
-    "matched", "phrases"} a round. These are the numbers of drafted tokens, of draft calls and of
-    accepted tokens, which may be tokens of a suffix too. "matched" is #Match of Eq. 10 for the
+    Yields chunks of 1 to gamma + 2 beta - 1 tokens. For each round it logs {"drafted", "calls",
+    "accepted", "matched", "phrases"}. "drafted" and "calls" count drafted tokens and draft calls.
+    "accepted" counts accepted tokens, those of a suffix too. "matched" is #Match of Eq. 10 for the
     drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
     that verification made.
 
@@ -116,7 +125,7 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         raise InputError(f"--beta must be 2 or more, got {beta}")
     if pool is None:
         pool = PhrasePool()
-    draft.cache.back = gamma + beta  # so many tokens a recurrent draft may have to forget
+    draft.cache.back = gamma + beta  # a recurrent draft must know how many it may have to forget
     text = begin(prompt, target, draft)
     drafter = Drafter(draft, text, pool, W if phrases else 0, beta, G, sample.seed)
     while True:
@@ -136,77 +145,78 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         ids, parents, paths = trie(text[-1], [d, *lengthened])
         # Eq. 2 and 8: compute in one call what the target chooses after every node.
         logits = target.forward(ids, parents)  # [nodes, V]
-        v = greedy(logits)
-        chosen = sample(logits)  # at temperature 0 this is v
+        best = greedy(logits)  # argmaxes, for the phrases of verification (Departures, Sampling)
+        chosen = sample(logits)  # v of Eq. 2 and 8. At temperature 0 it equals `best`
         # Eq. 3 and 9: find the longest path that the target chooses, in d and then in one suffix.
         path, chunk = walk(ids, parents, chosen)
         target.commit(path)
         accepted = len(path) - 1
         text += chunk
         # Section 3.3: discarded tokens become phrases, which the next rounds may draft with.
-        found = learn(pool, d, v, tried, paths[1:], accepted, beta) if verification else []
+        found = learn(pool, d, best, tried, paths[1:], accepted, beta) if verification else []
         if log is not None:
             log.append({"drafted": len(d), "calls": draft.calls - calls_before,
-                        "accepted": accepted, "matched": sum(x == y for x, y in zip(d, v)),
+                        "accepted": accepted, "matched": sum(x == y for x, y in zip(d, best)),
                         "phrases": found})
         yield chunk
 
 
 # -------------------------------------------------- Section 3.3: phrases from the verification
-def learn(pool: PhrasePool, d: list[int], v: list[int], tried: list[tuple[int, ...]],
+def learn(pool: PhrasePool, d: list[int], best: list[int], tried: list[tuple[int, ...]],
           paths: list[list[int]], A: int, beta: int) -> list[tuple[int, ...]]:
     """Put corrected suffixes and phrases of discarded tokens into the pool (Section 3.3).
 
     pool      the PhrasePool, changed in place
     d         the drafted tokens
-    v         for each node of the tree the target's argmax after it
+    best      for each node of the tree the target's argmax after it
     tried     the phrases that were tried as suffixes, the newest first
     paths     for each of these phrases the nodes of the root, of d and of the suffix
     A         how many tokens were accepted. Those of a suffix count too
-    beta      tokens of a phrase
+    beta      tokens of a phrase (β)
     returns   the phrases that were put into the pool, the newest last
 
     Node 0 is the root, and node i is the i-th token of d, since the tree was built with d first. So
-    v[i] is the choice after node i, and for i up to len(d) it is also the choice after d[:i].
+    for i up to len(d), best[i] is the argmax after d[:i].
     """
     for phrase in tried:
         pool.remove(phrase)
     found = []
     # `paths` begins with the newest phrase. The reverse order keeps that phrase the newest.
     for nodes in reversed(paths):
-        # The phrase p_1 p_2 … p_β becomes p_1 v_2 … v_β, where v_i is the target's choice after
-        # p_(i-1). Node len(d) is p_1, and nothing is chosen after p_β, the last node.
+        # The phrase p_1 … p_β becomes p_1 and the argmaxes after p_1 … p_(β-1). Node len(d) is p_1.
+        # The argmax after p_β, the last node, is not needed.
         choosing = nodes[len(d):-1]
-        found.append((d[-1], *(v[node] for node in choosing)))
-    found += phrases_of(d, v, A, beta)
+        found.append((d[-1], *(best[node] for node in choosing)))
+    found += phrases_of(d, best, A, beta)
     for phrase in found:
         pool.add(phrase)
     return found
 
 
-def phrases_of(d: list[int], v: list[int], A: int, beta: int) -> list[tuple[int, ...]]:
+def phrases_of(d: list[int], best: list[int], A: int, beta: int) -> list[tuple[int, ...]]:
     """List the phrases that the discarded tokens of a draft make (Fig. 4).
 
     d         the drafted tokens
-    v         v[i] is the target's choice after d[:i], so that d[i] is right if it equals v[i]. What
-              comes after v[len(d)] is not read
-    A         how many of the drafted tokens were accepted
+    best      best[i] is the target's argmax after d[:i], so that d[i] is right if it equals
+              best[i]. What comes after best[len(d)] is not read
+    A         how many tokens were accepted, those of a suffix too. With len(d) or more accepted
+              tokens no token of d was discarded
     beta      tokens of a phrase
     returns   the phrases, each a tuple of β tokens
 
-    A phrase is a discarded token d[i] and the target's choices for the next β - 1 places. In all of
-    these places but the last the target must have agreed with the draft. If it did not, its next
-    choice was made after a drafted token that is not in the phrase.
+    A phrase is a discarded token d[i] and the target's argmaxes for the next β - 1 places. In all
+    of these places but the last the target must have agreed with the draft. If it did not, its next
+    argmax came after a drafted token that is not in the phrase.
 
-        d   5  6  7  8  9         A = 1: the target chose 1 and not 6
-        v   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. But 8 2 4 is none, since
-                                  the target chose 4 after 9 and not after 2
+        d      5  6  7  8  9         A = 1: the argmax was 1 and not 6
+        best   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. But 8 2 4 is none,
+                                     since 4 was the argmax after 9 and not after 2
     """
     found = []
     for i in range(A, len(d) - beta + 2):
-        agreed = d[i + 1:i + beta - 1] == v[i + 1:i + beta - 1]  # in all places but the last
+        agreed = d[i + 1:i + beta - 1] == best[i + 1:i + beta - 1]  # in all places but the last
         if agreed:
-            found.append((d[i], *v[i + 1:i + beta]))
+            found.append((d[i], *best[i + 1:i + beta]))
     return found
 
 
@@ -231,8 +241,8 @@ class Drafter:
         self.pool = pool
         self.beta = beta
         self.G = G
-        # levels[l][i] guesses the token about i + l positions after the root. It is not exactly
-        # there, since the window moves by one position a call, whatever is drafted or rejected.
+        # levels[l][i] guesses the token about i + l positions after the root. This is inexact,
+        # since the window moves by one position a call, whatever is drafted or rejected.
         self.levels = []
         if W > 0:
             # The window starts as one level of W + β - 2 tokens, the root and random ones. It loses
@@ -243,8 +253,8 @@ class Drafter:
     def step(self, unseen: list[int]) -> list[int]:
         """Draft the next tokens in one call.
 
-        unseen    the tokens (of the text, then of this round's draft) that the draft model has not
-                  cached. The last one is the root of the tree
+        unseen    the newest tokens of text and draft, which the draft model has not cached. The
+                  last one is the root of the tree
         returns   the tokens that follow, 1 or more. All of them but the last are now cached
         """
         *chain, root = unseen
@@ -252,9 +262,9 @@ class Drafter:
         if self.levels:
             guesses = [phrase[1:] for phrase in self.pool.newest(root, self.G)]
         ids, parents, _ = trie(root, guesses)
-        size = len(ids)  # how many nodes the root and the guesses are. The window comes after them
+        size = len(ids)  # the root and the guesses. Later nodes are the window's, never accepted
         last_level = add_window(self.levels, ids, parents) if self.levels else []
-        # The tree hangs below the unseen tokens before its root, so they are fed in the same call.
+        # The chain is put above the tree, so that one call is fed both.
         logits = self.draft.forward(*hang(chain, ids, parents))[len(chain):]
         chosen = greedy(logits)
         path, tokens = walk(ids[:size], parents[:size], chosen)
@@ -270,11 +280,11 @@ class Drafter:
 # ------------------------------------- the tree of a draft call: the window, and unseen tokens
 # The next two functions are copied from jacobi.py. The window with W = 2 and β = 3:
 #
-#     level 0     sat ── b     Level 0 is a chain below the root, and level 1 below it by column.
-#                  │     │     The argmaxes complete the phrases "sat c e" and "b d f".
-#     level 1      c     d     The next call has its own root and d in level 0, e and f in level 1.
+#     level 0     sat ── p     Level 0 is a chain below the root. Level 1 hangs below it, column by
+#                  │     │     column. The argmaxes complete the phrases "sat q s" and "p r t".
+#     level 1      q     r     The next call has its own root and r in level 0, s and t in level 1.
 #                  │     │
-#     argmaxes     e     f
+#     argmaxes     s     t
 def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
     """Add the lookahead window to a tree whose node 0 is the root.
 
@@ -351,15 +361,16 @@ def report(run) -> str:
                                          for name in ("drafted", "calls", "accepted", "matched"))
     cost = (draft.seconds / draft.calls) / (target.seconds / target.calls)
     return (f"a round: {drafted:.2f} tokens drafted in {calls:.2f} draft calls, {matched:.2f} are "
-            f"the target's choice, {accepted:.2f} accepted\npredicted, a draft call costing "
-            f"{cost:.2f} of a target call: speed-up {(accepted + 1) / (calls * cost + 1):.2f}x")
+            f"the target's argmax, {accepted:.2f} accepted, those of suffixes too\npredicted "
+            f"speed-up {(accepted + 1) / (calls * cost + 1):.2f}x, if a draft call costs "
+            f"{cost:.2f} of a target call")
 
 
 if __name__ == "__main__":
     try:
         from cli.main import main  # the command line is in cli/, a folder of this project
     except ModuleNotFoundError:
-        from common import main  # a file that was copied with common.py alone has a small one
+        from common import main  # a file that was copied with only common.py uses the small one
     sys.exit(main([ouroboros], report, shared={"pool": PhrasePool}, ranges={
         "gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
         "beta": (3, 4, 5, 6, 7)}))

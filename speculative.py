@@ -9,8 +9,8 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
     at the first rejection draw from norm(max(0, p - q)) instead
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
-letters are Leviathan's. Chen and README's survey swap them. The code says `target_probs` and
-`draft_probs`. The two lines above are `verify_tokens`.
+letters are Leviathan's. Chen swaps p and q, and writes K for γ. The code says `target_probs` and
+`draft_probs`. `verify_tokens` is these two lines.
 
 Sun's rule is better. It is `verify_block`, below the method, and `--verification block` asks for
 it. It judges the draft as a whole. On average it accepts no fewer guesses, and at temperature 0 the
@@ -19,21 +19,21 @@ same ones.
 The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
 are one-hot, and the output is the target's greedy output.
 
-A round with γ = 3 after "… the cat sat", where "my" is rejected:
+A round with γ = 3 after "… the cat sat", where "the" is rejected:
 
-    draft, 3 calls    sat ─> on       on ─> my       my ─> hat              x_i drawn from q_i
-    target, 1 call    sat ─> p_1      on ─> p_2      my ─> p_3    hat ─> p_4
-    verify_tokens     on: accepted    my: rejected   hat: not looked at
-    chunk             on, the         "the" is drawn from norm(max(0, p_2 - q_2))
+    draft, 3 calls    sat ─> on       on ─> the       the ─> mat              x_i drawn from q_i
+    target, 1 call    sat ─> p_1      on ─> p_2       the ─> p_3    mat ─> p_4
+    verify_tokens     on: accepted    the: rejected   mat: not looked at
+    chunk             on, my          "my" is drawn from norm(max(0, p_2 - q_2))
 
 p_i is the target's distribution at the position of the guess x_i. The last one, p_4, is for the
 token after a draft that is accepted as a whole, which vLLM calls the *bonus token*.
 
 Departure:
-- The length of a draft. Paper: always γ. Here: with --confidence the draft ends after the first
-  guess whose probability is below that. Why: guesses after an unlikely one are rarely accepted. The
-  output stays exact: the decision to go on reads only guesses that are drawn already, so every x_i
-  still comes from q_i.
+- The length of a draft. Paper: always γ. Here: the draft ends after the first guess whose
+  probability is below --confidence, if that is given. Why: guesses after an unlikely one are rarely
+  accepted. The output stays exact: the decision to go on reads only guesses that are drawn already,
+  so every x_i still comes from q_i.
 
 Left out: lenience, which is lossy (Leviathan's App. A.5), and beam search (App. A.4).
 """
@@ -51,7 +51,7 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Compute norm(max(0, p - q)), the distribution that a token is drawn from after a rejection.
 
     p        [V], the target's distribution
-    q        [V], the distribution that the rejected guess was drawn from
+    q        [V], the distribution of the rejected guess, or 0 after a draft accepted as a whole
     returns  [V]. If p equals q, nothing is left to draw from. Then only rounding can have rejected
              the guess, and p itself is returned
     """
@@ -66,7 +66,7 @@ def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
               sample: Sampler) -> int:
     """Draw and return the token that follows the accepted guesses.
 
-    probs         [γ+1, V], the target's distributions p_i. From `verify_block`: joint_{i-1} p_i
+    probs         [γ+1, V], the target's distributions p_i. `verify_block` passes scaled ones
     draft_probs   [γ, V], the draft's distributions, which are subtracted
     accepted      how many guesses are accepted
     sample        the Sampler that draws the token
@@ -79,7 +79,7 @@ def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
 
 def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
                   sample: Sampler) -> tuple[int, int]:
-    """Accept leading guesses, and draw the token after them. Leviathan, Alg. 1; Chen, Theorem 1.
+    """Accept leading guesses, and draw the token after them. Leviathan, Alg. 1; Chen, Alg. 2.
 
     Why it is exact: x is guessed and accepted with probability q(x) min(1, p(x) / q(x)), which is
     min(p(x), q(x)). The rest, 1 - Σ min(p, q) = Σ max(0, p - q), is how often a guess is rejected.
@@ -90,7 +90,7 @@ def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses
     draft_probs   [γ, V], the draft's distributions q_1 … q_γ
     guesses       γ tokens x_1 … x_γ, where x_i was drawn from q_i
     sample        the Sampler that flips the coins and draws the token
-    returns       accepted, how many guesses are accepted; and token, the one after them
+    returns       accepted, how many guesses are accepted (n); and token, the one after them (t)
     """
     x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
     ratio = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x) / q(x)
@@ -108,12 +108,12 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     """Draft gamma tokens one by one, and verify all of them in one target call.
 
     gamma: tokens drafted a round (γ), 1 or more
-    confidence: the draft ends after the first guess with a smaller probability. That is the draft's
-        own, before temperature, top-k and top-p. 0 always drafts gamma tokens
+    confidence: the draft ends after the first guess that is less probable than this. The
+        probability is the draft's before temperature, top-k and top-p. 0: always gamma tokens
     verification: token for Leviathan's and Chen's rule, block for Sun's
 
-    Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token more. Logs
-    {"drafted", "accepted"} a round, the numbers of guesses and of accepted ones.
+    Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token more. For each round
+    it logs {"drafted", "accepted"}, the numbers of guesses and of accepted guesses.
     """
     if not 0 <= confidence < 1:
         raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
@@ -139,7 +139,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
                 break
         # Second step: compute p_1 … p_{γ+1} in one target call
         target_probs = sample.probs(target.forward([text[-1], *guesses]))  # [γ+1, V]
-        # Third and fourth step: count the accepted guesses, and draw one more token
+        # Third to fifth step: count the accepted guesses, adjust p if one was rejected, and draw t
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         chunk = [*guesses[:accepted], token]
         text += chunk
@@ -148,7 +148,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         draft.truncate(min(draft.length, len(text) - 1))
         if log is not None:
             log.append({"drafted": len(guesses), "accepted": accepted})
-        yield chunk  # last step: the text grows by the accepted guesses and the token
+        yield chunk
 
 
 # --------------------------------------------------- the better rule: a draft judged as a whole
@@ -157,11 +157,11 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     """Accept leading guesses by looking at the whole draft. Sun et al., Algorithm 2.
 
     An example: q(x_1) = 0.4, p(x_1) = 0.2, and q(x_2) = 0.3, p(x_2) = 0.6. Both guesses together
-    are as likely under the target as under the draft. Here they are always accepted, and
+    are as likely under the target as under the draft. This rule always accepts them, and
     `verify_tokens` rejects x_1 half of the time.
 
-    Given x_1 … x_i, at least i guesses are to be accepted with probability joint_i. The paper calls
-    this number p_i, which is a distribution here:
+    The rule makes this true: given x_1 … x_i, at least i guesses are accepted with probability
+    joint_i. Sun calls joint_i p_i, and M_b, M_s, τ and η_i are p, q, `accepted` and the coins here:
 
         joint_0 = 1,    joint_i = min(1, joint_{i-1} p(x_i) / q(x_i))
 
@@ -180,7 +180,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     whole draft from p. Given the first i guesses, exactly they are accepted with probability
     joint_i - (joint_i - Z_i) = Z_i. A token x follows them as a guess with probability
     min(joint_i p(x), q(x)), and as the drawn token with max(0, joint_i p(x) - q(x)). The sum is
-    joint_i p(x), so the output is exact. Arguments and results are those of `verify_tokens`.
+    joint_i p(x). The i guesses stay with probability joint_i, so after them x has probability p(x),
+    and the output is exact. Arguments and results are those of `verify_tokens`.
     """
     x = torch.tensor(guesses, dtype=torch.long, device=target_probs.device)[:, None]  # [γ, 1]
     ratios = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x_i) / q(x_i)
@@ -189,14 +190,14 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
         joint[i + 1] = (joint[i] * ratio).clamp(max=1)
     scaled = joint * target_probs  # [γ+1, V], joint_i p(x)
     Z = (scaled[:-1] - draft_probs).clamp(min=0).sum(-1, keepdim=True)  # [γ, 1], Z_0 … Z_{γ-1}
-    # If joint_i is 1 and Z_i is 0, then h_i is 0 / 0. No coin is below that, and none needs to be:
-    # target and draft agree on the next token, so joint_{i+1} is 1 as well.
+    # If joint_i is 1 and Z_i is 0, then h_i is 0 / 0, nan, and its coin fails. That is harmless:
+    # the two distributions of the next token are the same, so joint_{i+1} is 1 as well.
     h = torch.cat([Z / (Z + 1 - joint[:-1]), joint[-1:]])[1:]  # h_1 … h_γ, without h_0
     passed = sample.uniform(h.shape, h.device) < h
     accepted = 0
-    for i, coin in enumerate(passed.tolist()):
-        if coin[0]:
-            accepted = i + 1  # the last coin that passes counts, even if coins before it failed
+    for i, coin in enumerate(passed[:, 0].tolist(), 1):
+        if coin:
+            accepted = i  # the last coin that passes counts, even if coins before it failed
     return accepted, draw_next(scaled, draft_probs, accepted, sample)
 
 
@@ -207,14 +208,13 @@ VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option
 def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
 
-    A round adds its accepted guesses and one token more to the text. How many tokens these are on
-    average is often called the *acceptance length*.
+    Leviathan's Eq. 1 predicts the tokens per call from γ and α, and Theorem 3.8 the speed-up from
+    γ, α and c. Both assume drafts of equal length, `verify_tokens`, and that each tried guess is
+    accepted with probability α whatever became of the others.
 
-    Leviathan's Eq. 1 predicts it from γ and α, and Theorem 3.8 the speed-up from γ, α and c. Both
-    hold for `verify_tokens` and drafts of equal length, and are approximate for others.
-
-    α   the share of accepted guesses among the tried ones, which end with the first rejected one
-    c   the time of a draft call divided by that of a target call
+    α   of the guesses up to the first rejected one of each round, the share that is accepted
+    c   the time of a draft call divided by that of a target call. Theorem 3.8 takes a call that
+        verifies to cost as much as a call with one row. If it costs more, the speed-up is smaller
 
     run   the record that cli/ keeps of a run: its models, with their calls and seconds, and its log
     """
@@ -239,5 +239,5 @@ if __name__ == "__main__":
     try:
         from cli.main import main  # the command line is in cli/, a folder of this project
     except ModuleNotFoundError:
-        from common import main  # a file that was copied with common.py alone has a small one
+        from common import main  # a file that was copied with only common.py uses the small one
     sys.exit(main([speculative], report, ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)}))

@@ -340,7 +340,7 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
         # was fed no leaf. So a leaf at the end of the path is unseen, and the last token of the
         # chunk always is.
         fed = [node for node in path if node in shape.row]  # all of the path but a leaf
-        draft.commit(shape.row[node] for node in fed[1:])
+        draft.commit([shape.row[node] for node in fed[1:]])
         unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
         clock.note(len(shape.levels), sum(map(len, shape.levels)))
         if log is not None:

@@ -430,7 +430,7 @@ def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
             part.vocab = part.vocab.roll(shift)
             return part
         monkeypatch.setattr(file, function, shifted)
-        *_, err = ask("--nodes", "8", "--prompt", PROMPT, "--max-new-tokens", "24", *heads,
+        *_, err = ask("--nodes", "8", "--prompt", PROMPT, "--max-new-tokens", "16", *heads,
                       file=file.__name__)
         assert ("\nthe head fits this model badly: " in err) == (shift == 1), err
 

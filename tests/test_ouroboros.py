@@ -143,5 +143,6 @@ def test_the_report():
     log = [dict(drafted=6, calls=3, accepted=7, matched=6),
            dict(drafted=7, calls=3, accepted=1, matched=4)]
     assert module.report(SimpleNamespace(models=models, log=log)) == (
-        "a round: 6.50 tokens drafted in 3.00 draft calls, 5.00 are the target's choice, "
-        "4.00 accepted\npredicted, a draft call costing 0.10 of a target call: speed-up 3.85x")
+        "a round: 6.50 tokens drafted in 3.00 draft calls, 5.00 are the target's argmax, "
+        "4.00 accepted, those of suffixes too\npredicted speed-up 3.85x, if a draft call costs "
+        "0.10 of a target call")

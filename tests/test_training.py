@@ -377,15 +377,15 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
         assert not [name for name, p in training.parameters.items()
                     if p.numel() and torch.equal(p, begin[name])]
     watch(monkeypatch, compare)
-    for changed in None, order[0]:
+    for changed in (None, order[0]) if line in DISTINCT else [None]:
         model, plain = make_llama(), make_llama()
         prompts = [[50, 51] if n == changed else p for n, p in enumerate(PROMPTS)]
         run(line, tmp_path / str(changed), model, prompts, steps=4, batch=8)
         if not line.startswith("cllm"):  # which trains the model itself
             assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[-1]
     # So short answers have no right guess of a block or of EAGLE before or after.
-    if not line.startswith(("survey.dflash", "survey.eagle train")):
+    if line in DISTINCT and not line.startswith(("survey.dflash", "survey.eagle train")):
         assert curves[0] != curves[1]
 
 
