@@ -194,7 +194,7 @@ ROWS = {  # calls of the target for the first 24 tokens of three answers
     "eagle3 --nodes 16": 11, "mtp --nodes 16": 12, "dflash --nodes 16": 11,
     "sequoia --nodes 8 --depth 5": 15, "early_exit": 13, "draft_verify": 18, "layerskip": 19,
     "pass_sampling": 66, "space --k 3": 30, "rest --nodes 16": 17, "cascade": 15, "cllm": 16,
-    "hybrid --guess none --nodes 16": 17, "hybrid --guess medusa --nodes 16": 18,
+    "hybrid --guess none --nodes 16": 17,
     "hybrid --guess hydra --nodes 16": 18, "hybrid --guess dflash --nodes 16": 9,
     "hybrid --guess mtp --nodes 16": 9}
 

@@ -195,7 +195,7 @@ def test_samples_are_those_of_the_seed_whatever_the_clock_says(line, ask, monkey
             now += rng.random() ** pace
             return now
         monkeypatch.setattr("time.perf_counter", tick)
-        outs.add(ask(*TWO, *argv, "--temperature", "2", "--max-new-tokens", "9", file=file)[1])
+        outs.add(ask(*TWO, *argv, "--temperature", "2", "--max-new-tokens", "6", file=file)[1])
     assert len(outs) == 1
     _, out, _ = ask("--help", file=file)
     said = re.search(r"--seed N .*?--graphs", out, re.S)[0]

@@ -2,11 +2,10 @@
 sampling with the same probability for each text. This is the page to open first if you doubt it.
 
 It proves that for tiny random models in float32. They are of 19 families for the exact methods of
-the six files, and for each way in which a method reads more of a model than logits. Others run over
-four families. It does not prove that a trained part guesses well, that anything is fast, or that
-half precision rounds alike. The
-tests of the single methods check that each of them is its paper's method. That text is cut rightly
-at a limit or at the end of an answer is in test_common.py.
+the six files, of 14 for each other way in which a method reads more of a model than logits, and of
+four for the rest. It does not prove that a trained part guesses well, that anything is fast, or
+that half precision rounds alike. The tests of the single methods check that each of them is its
+paper's method. That text is cut rightly at a limit or at the end of an answer is in test_common.py.
 
 METHODS is the one table. A line says how a method is run on a tiny random model: with which drafts,
 options and trained part. Random numbers stand in for training, since guesses may be as bad as they
@@ -76,6 +75,8 @@ ALL = FAMILIES | MORE_FAMILIES
 # which users copy and readers ask about, run over all families.
 FOUR = ["llama", "gpt2", "gemma3", "qwen3.5"]
 SIX = ["speculative", "jacobi", "lookahead", "prompt_lookup", "ouroboros", "cllm"]
+# Those that a method which reads more than logits is run over: of families with the same parts one
+PARTS = [x for x in ALL if x not in ("qwen2", "mistral", "phi3", "cohere2", "qwen3-moe")]
 READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, mtp, triforce]
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
 near = functools.cache(families.near)  # the same draft wherever a line names it
@@ -280,7 +281,8 @@ def list_rows() -> list[tuple[str, str]]:
     rows, reading = [], {module.__name__ for module in READING}
     for name in METHODS:
         file = LINES[name].method.__module__
-        rows += [(name, family) for family in (ALL if file in reading or name in SIX else FOUR)]
+        families = ALL if name in [*SIX, "bita"] else PARTS if file in reading else FOUR
+        rows += [(name, family) for family in families]
         reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
 
