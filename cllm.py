@@ -83,8 +83,8 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
 
     Yields chunks of 1 to n tokens. For each block it logs {"states", "final"}, lists that each call
     extends. The state y(j) of the Jacobi trajectory is states[j], n tokens with the root first. Its
-    leading final[j] tokens are final. The last final[j] is n + 1 if the token after the block is
-    final too.
+    leading final[j] tokens are final. The last entry of `final` is n + 1 if the token after the
+    block is final too.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
@@ -94,7 +94,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
-        final = 1  # line 3: leading tokens of y that are final, y_0 included; n_t leaves it out
+        final = 1  # line 3: how many leading tokens of y are final, n_t + 1
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)

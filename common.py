@@ -1,21 +1,21 @@
 """This file has what the methods share: token trees, masks, a model with its cache, sampling,
 decoding, loading and a small command line. Read it first; masks, and all after decoding, can wait.
 
-Every method does the same thing in its own way. It grows a small *token tree* at the end of the
-text, runs the target once over the whole tree, and keeps one path of the tree.
+Nearly every method does the same thing in its own way. It grows a small *token tree* at the end of
+the text, runs the target once over the whole tree, and keeps one path of the tree.
 
     target     the model whose output is wanted
     draft      a smaller model, or a part of the target, that guesses what the target will say;
                also the tokens that it guesses in a round
-    call       one pass of a model over some tokens at once that gives logits
+    call       one pass of a model that gives logits, over one or more tokens at once
     row        one token of a call, with its keys, values and logits; the cache has a slot for it
     round      one turn of a method's loop: some guesses, and one call of the target to verify them
     context    the text without its last token; its keys and values are cached
     root       the last token of the text: it is known but not cached, so each round feeds it
     tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it
     accepted   a guess is accepted if it joins the text; then so do all guesses above it
-    chunk      the tokens that a round adds to the text: the accepted guesses, then one token that
-               the target chose itself. Its mean length is the *acceptance length*
+    chunk      the tokens that a round adds to the text: the accepted guesses, then one token of the
+               target's own. Its mean length is the *acceptance length*
 
         … the cat ── sat ─┬─ on ── the ── mat     The target chooses "on" after "sat", and "my"
          context    root  └─ in ── a              after "on". The guess "on" is accepted, and the
@@ -51,8 +51,8 @@ The life of a prompt, with this tree. Steps 2 to 5 are a round:
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
 generator at a time. In a method's docstring a name with a colon is an option of its command line.
 
-Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … Their attention, full or in a sliding
-window, can be set by a mask. `load` refuses other attention, and CachedLM other kinds of layers.
+Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … In these a mask says what a row attends to,
+all tokens or a window. `load` refuses other attention, and CachedLM other kinds of layers.
 Left out: batches, encoder-decoder models, and layers with a state (support/recurrent.py).
 """
 import argparse
@@ -118,9 +118,9 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------- masks
 def windows_of(model) -> dict[str, int | None]:
-    """Find how many tokens, itself included, a row sees in each kind of layer. None: all of them.
+    """Find how many tokens a row sees in each kind of layer, the row included. None: all of them.
 
-    If a config lists no kinds of layers, all count as sliding. Their window may be None.
+    If a config lists no kinds of layers, all count as sliding, perhaps without a window.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -157,7 +157,7 @@ class KVCache:
         self.start, self.layers = 0, {}  # layer: [keys, values], each [B, heads, slots, d]
 
     def update(self, keys, values, layer: int, *_, **__):
-        """Store a layer's new keys and values, [B, heads, n, d]; return all up to them."""
+        """Store a layer's new keys and values, [B, heads, n, d]; return those of all slots."""
         buffers = self.layers.setdefault(layer, [keys[:, :, :0], values[:, :, :0]])
         end = self.start + keys.shape[2]
         for i, new in enumerate((keys, values)):
@@ -383,7 +383,7 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
     log      a list to which methods append a record of each round. This one appends nothing
     Yields chunks of 1 token.
     """
-    chunk = begin(prompt, target)[-1:]
+    chunk = begin(prompt, target)[-1:]  # the root, which is fed first
     while True:  # the tree of each round has only a root
         chunk = sample(target.forward(chunk))
         target.commit([0])
@@ -394,7 +394,7 @@ def until(chunks, limit: int, eos=()):
     """Yield a method's chunks up to `limit` tokens, or up to the first token that ends an answer.
 
     chunks   what a method yields
-    limit    how many tokens are wanted at most. Prompt and answer must fit into `max_length`
+    limit    how many tokens are wanted at most. All must fit into each model's `max_length`
     eos      the tokens that end an answer. The one that ended it is kept
     """
     while limit > 0:
@@ -439,7 +439,7 @@ def eos_ids(model, tokenizer) -> set[int]:
 def main(methods: list, *_, **__) -> None:
     """Answer a prompt by the first method of a file that was copied without the folder cli/.
 
-    Its options are the method's keywords that are numbers or strings. Others are ignored.
+    Its options are the usual ones, and the method's keywords with numbers or strings as defaults.
     """
     method, takes = methods[0], methods[0].__annotations__  # takes["target"] is a class
     roles = [role for role in ("target", "draft") if role in takes]
@@ -454,7 +454,7 @@ def main(methods: list, *_, **__) -> None:
         models, tokenizers = zip(*(load(args[role]) for role in roles))
         lms = [takes[role](model, len(tokenizers[0])) for role, model in zip(roles, models)]
         prompt, eos = tokenizers[0].encode(args["prompt"]), eos_ids(models[0], tokenizers[0])
-        limit = min(args["max_new_tokens"], lms[0].max_length - len(prompt))
+        limit = min([args["max_new_tokens"], *(lm.max_length - len(prompt) for lm in lms)])
         counts = {name: args[name] for name in options if type(args[name]) is int}
         if min([limit, *counts.values()]) < 1:
             raise InputError(f"expected 1 or more, got {counts | {'tokens of an answer': limit}}")

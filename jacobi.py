@@ -5,14 +5,14 @@ jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until
                 Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
                 Large Language Models", arXiv 2403.00835, Alg. 3
 lookahead       W columns of guesses stand ahead of the text. Each call runs one Jacobi iteration on
-                them, which adds a token to every column. A column of N tokens is an n-gram, and it
-                becomes a guess. Fu et al., "Break the Sequential Dependency of LLM Inference Using
-                Lookahead Decoding", arXiv 2402.02057
+                them, which adds a token to every column. A column of N tokens is an n-gram, and all
+                but its first become guesses. Fu et al., "Break the Sequential Dependency of LLM
+                Inference Using Lookahead Decoding", arXiv 2402.02057
 prompt_lookup   Tokens that followed an earlier copy of the text's last token become guesses.
                 Saxena, "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
-All are lossless. A guess becomes final only if it equals the token that the target chooses at its
-position: the argmax or, above temperature 0, one sample after each node.
+All are lossless. A guess becomes final only if it is the token that the target chooses there: the
+argmax or, above temperature 0, a sample.
 
 A block of Jacobi decoding with n = 5, where the text ends in "sat". A call is fed the last final
 token and all guesses, and gives the argmax after each of them. Tokens left of the bar are final:
@@ -45,7 +45,7 @@ level a:
 
     call 1    root  a1  a2  a3  a4                     gives b1 … b5; drops root and b1
     call 2    root  a2  a3  a4 │ b2  b3  b4  b5        gives c3 … c6; drops root, b2 and c3
-    call 3    root  a3  a4 │ b3  b4  b5 │ c4  c5  c6   is full: from here on as in the picture
+    call 3    root  a3  a4 │ b3  b4  b5 │ c4  c5  c6   is full: the picture, where a3 is a1
 
 One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
 n-gram: column 2 is a2, b3, c4 and d5. Then level 0 is dropped, and the others move up by one. The
@@ -55,10 +55,12 @@ Departures:
 - Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
   Section 3.1). Santilli's code begins with padding tokens. Here: a block is the root and random
   tokens of the prompt. It ends when its last token is final, and adds n - 1 tokens, or n if the one
-  after it is final too. Why: this saves the call for y_0, since the prefill gives no logits, and
-  the last call, which changes nothing. Alg. 3 as printed never ends, as its i* stays in the block.
+  after it is final too. Why: our prefill gives no logits, so y_0 would cost a call, as would
+  confirming the end. Alg. 3 as printed never ends, since its i* keeps n_t below n.
+- The first guesses. CLLM: they come from x, which grows with the answer. Here: from the prompt.
+  Why: the loop need not keep the text.
 - Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
-  after the other, without a tree. Here: n-grams share their first tokens in a tree, and one sample
+  after the other, without a tree. Here: n-grams with equal beginnings share nodes, and one sample
   after each node is compared with the guesses. Why: the distribution is the same, with fewer rows,
   and each node needs one draw.
 - The window. Released code: it moves by one position a call. With ALWAYS_FWD_ONE = 0 it moves by
@@ -93,8 +95,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
 
     Yields chunks of 1 to n tokens. For each block it logs {"states", "final"}, lists that each call
     extends. The state y(j) of the Jacobi trajectory is states[j], n tokens with the root first. Its
-    leading final[j] tokens are final. The last final[j] is n + 1 if the token after the block is
-    final too.
+    leading final[j] tokens are final. The last entry of `final` is n + 1 if the token after the
+    block is final too.
     """
     if n < 2:
         raise InputError(f"--n must be 2 or more, got {n}")
@@ -104,7 +106,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
     while True:
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
-        final = 1  # line 3: leading tokens of y that are final, y_0 included; n_t leaves it out
+        final = 1  # line 3: how many leading tokens of y are final, n_t + 1
         trajectory = {"states": [y], "final": [final]}
         if log is not None:
             log.append(trajectory)
@@ -136,8 +138,8 @@ class NgramPool:
     """Keep the newest n-grams, which are tuples of N tokens, and find them by their first token.
 
     G         how many n-grams of one first token are kept, 1 or more
-    guesses   for each first token a list of guesses, the newest last. A guess is a list of the
-              other N - 1 tokens of an n-gram
+    guesses   for each first token a list of continuations, the newest last. A continuation is a
+              list of the other N - 1 tokens of an n-gram
     """
 
     def __init__(self, G: int):
@@ -165,8 +167,8 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
                   sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Guess the tokens that followed the text's last token earlier in the text.
 
-    N: tokens of an n-gram, 2 or more. A guess has N - 1 tokens
-    G: how many guesses a call verifies, the newest ones, 1 or more
+    N: tokens of an n-gram, 2 or more. It gives N - 1 guesses
+    G: how many n-grams a call verifies, the newest ones, 1 or more
 
     Yields chunks of 1 to N tokens. For each call it logs {"guessed", "accepted", "rows"}, the
     numbers of guesses, of accepted guesses, and of all rows.
@@ -240,7 +242,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     Fu et al., Sections 3.1 to 3.3.
 
     W: columns of the window, 1 or more
-    N: tokens of an n-gram, 2 or more. The window has N - 1 levels, and a guess has N - 1 tokens
+    N: tokens of an n-gram, 2 or more. The window has N - 1 levels
     G: how many n-grams that begin with the root a call verifies, the newest ones, 1 or more
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
 
@@ -250,10 +252,9 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     text = []
     chunk = prompt  # the prompt is the first chunk of the text
     pool = NgramPool(G)
-    # levels[l][i] guesses the token about i + l positions after the root. This is inexact, since
-    # the window moves by one position a call, whatever the call adds to the text. The window starts
-    # as one level of W + N - 2 tokens, the root and random ones. It loses a column each time that
-    # it gets a level, which happens N - 2 times.
+    # levels[l][i] guesses the token about i + l positions after the root. The window starts as one
+    # level of W + N - 2 tokens, the root and random ones. It loses a column each time that it gets
+    # a level, which happens N - 2 times.
     levels = [[prompt[-1], *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
     while True:
         text += chunk

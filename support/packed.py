@@ -1,4 +1,5 @@
-"""This file packs the large weights of a model on a CPU, so that a call of several rows costs less.
+"""This file puts large weights of a model into an order in which a CPU computes calls of several
+rows faster.
 
 PyTorch multiplies by a weight as it lies in memory. In float32 a call of 2 to 16 rows then takes up
 to twice as long as a call of one row, though both read the same weight once. PyTorch also brings
@@ -15,7 +16,7 @@ can hold old numbers, since there are no others: a write to the weight changes t
 
 This is about speed alone. The products are the same, up to rounding. Weights on a GPU are not
 packed, nor weights of a type that oneDNN cannot multiply on this CPU. Only x86 processors pack,
-since nobody has measured others.
+since others were not measured.
 """
 import platform
 import time
@@ -90,7 +91,7 @@ def multiply(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def round_up(rows: int) -> int:
-    """Round a number of rows up: to itself up to 16, then to one of four between powers of two.
+    """Return a number of rows, rounded up to one of four between powers of two if it is above 16.
 
     oneDNN keeps half a megabyte for each number of rows that it has met. So there must be few.
     """

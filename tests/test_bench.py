@@ -189,7 +189,7 @@ def test_answers_are_graded(bench):
 # The sizes of trees are given, since the clock of another machine would choose others than that of
 # the page.
 ROWS = {  # calls of the target for the first 24 tokens of three answers
-    "speculative --gamma 6": 15, "ouroboros": 14, "bita --tree efficient": 44,
+    "speculative --gamma 6": 15, "ouroboros": 14, "bita": 44,
     "medusa --nodes 8": 28, "medusa --heads hydra --nodes 16": 21, "eagle --nodes 16": 12,
     "eagle3 --nodes 16": 11, "mtp --nodes 16": 12, "dflash --nodes 16": 11,
     "sequoia --nodes 8 --depth 5": 15, "early_exit": 13, "draft_verify": 18, "layerskip": 19,

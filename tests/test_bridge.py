@@ -35,8 +35,8 @@ def test_readmes_text_runs_in_generate_and_in_a_pipeline(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["speculative", "ouroboros", "jacobi", "lookahead",
                                   "prompt_lookup", "cllm", "bita", "recycling"])
 def test_text_is_that_of_generate(name):
-    """It ends where a limit, an EOS or a criterion of the user's own says so. Samples from the
-    likeliest token only are the same text. Other samples are repeated by torch's seed."""
+    """The text is cut where a limit, an EOS or a criterion of the user's own says so. Samples from
+    the likeliest token only are the same text. Other samples are repeated by torch's seed."""
     whole = write("")
     assert write(name) == whole and len(whole) == 23
     for end in (dict(max_new_tokens=7), dict(eos_token_id=[whole[9]]), dict(stopping_criteria=[

@@ -15,7 +15,7 @@ from cli.graphs import GraphedLM
 from cli.loading import load_checked
 from cli.run import Run
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids,
-                    greedy, trie, until, walk)
+                    greedy, main, trie, until, walk)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, near, tiny
 from helpers import ROOT, prefill
@@ -120,6 +120,18 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
             for ours, theirs in zip(buffers_of(lm), buffers_of(fresh)):
                 torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
                                            **CLOSE)
+
+
+def test_the_small_command_line_ends_with_the_shortest_context(models, embedded, monkeypatch,
+                                                               capsys, tmp_path):
+    tokenizer, text = embedded[2], "Tom has 3 apples."
+    draft = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=20)
+    for part in draft, tokenizer:
+        part.save_pretrained(tmp_path)
+    argv = ["--target", models[1], "--draft", str(tmp_path), "--prompt", text]
+    monkeypatch.setattr("sys.argv", ["speculative.py", *argv])
+    main([speculative])
+    assert f"{20 - len(tokenizer.encode(text))} tokens in " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])

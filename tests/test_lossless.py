@@ -1,11 +1,11 @@
 """Every lossless method gives the target's own output: in greedy decoding token by token, in
 sampling with the same probability for each text. This is the page to open first if you doubt it.
 
-It proves that for tiny random models in float32. They are of 19 families for the exact methods of
-the six files, of 14 for each other way in which a method reads more of a model than logits, and of
-four for the rest. It does not prove that a trained part guesses well, that anything is fast, or
-that half precision rounds alike. The tests of the single methods check that each of them is its
-paper's method. That text is cut rightly at a limit or at the end of an answer is in test_common.py.
+It proves that for tiny random models in float32. The exact methods of the six files run over 19
+families. Others that read more of a model than logits run over 14, and the rest over four. It does
+not prove that a trained part guesses well, that anything is fast, or that half precision rounds
+alike. The tests of the single methods check that each of them is its paper's method. That text is
+cut rightly at a limit or at the end of an answer is in test_common.py.
 
 METHODS is the one table. A line says how a method is run on a tiny random model: with which drafts,
 options and trained part. Random numbers stand in for training, since guesses may be as bad as they

@@ -49,7 +49,7 @@ def pays(monkeypatch) -> None:
 
 @pytest.fixture
 def every_weight(monkeypatch) -> None:
-    """Pack the smallest weights too."""
+    """Let the smallest weights be packed too."""
     monkeypatch.setattr(packed, "LEAST", 0)
 
 

@@ -272,7 +272,7 @@ def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, chang
 
 
 def test_a_head_is_doubted_by_a_text_that_varies():
-    """Every third round has all its guesses right. A text of one token alone says nothing."""
+    """Every third round has all its guesses right. A text of one token says nothing."""
     log = [{"guessed": 2, "accepted": n} for n in (0, 0, 2)] * 6
     assert "badly: 40% of its guesses are right, and 60%" in doubt_head([5, 5, 5, 6, 7] * 6, log)
     assert doubt_head([5] * 30, log) == doubt_head([5, 6, 7] * 10, log) == ""
