@@ -379,7 +379,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     work:   folder of answers and checkpoints, by default OUT.work
     P:      prompt tokens, 0 or more. With 0 there are only mask tokens
     M:      mask tokens, 1 or more
-    max_new_tokens: the most tokens of an answer
     batch:  answers of a pass. The paper's step has 128 answers. The logits of all masks are in
             memory at once. If they do not fit, take fewer answers and more passes: --accumulate, an
             option of every training

@@ -159,6 +159,7 @@ def profile(model, tokenizer, prompts: list[list[int]], *, after: str = TRAINED,
 
     after: directory of the trained model
     n:     tokens of a block, its root included, 2 or more
+    max_new_tokens: the most tokens of an answer, 1 or more
     """
     eos = eos_ids(model, tokenizer)
     trained, _ = load(after, str(model.device), model.dtype)
@@ -240,7 +241,9 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 
     out:     the file to make. It has a line for the settings, then one for each prompt
     n:       tokens of a block, its root included, 2 or more
+    max_new_tokens: the most tokens of an answer, 1 or more
     augment: probability of correcting a wrong token after the first, in half of the states, 0 to 1
+    seed:    another seed begins with other guesses, and corrects other tokens
     """
     from support.files import read_kept
     from training.loop import digest, repeats
