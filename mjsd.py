@@ -36,8 +36,8 @@ Departures:
 - Temperature 0. Paper: Alg. 1 samples beams and tokens, with top-20 and top-p 0.9 (App. D). Here: a
   beam continues with the likeliest tokens, and the target adds its argmax. p and q are not warped,
   as in the paper's equations. Why: temperature 0 would warp them to 0 or 1, so that the test would
-  accept only the target's own text.
-  Above temperature 0 the sampler warps p and q. It keeps all tokens unless told otherwise.
+  accept only the target's own text. Above temperature 0 the sampler warps p and q. It keeps all
+  tokens unless told otherwise.
 - End of an answer. Paper: a beam has γ tokens. Here: an EOS ends a beam, which keeps its joint
   probability and competes with longer beams. Why: tokens after an EOS must not count for or against
   a beam. This favours short answers a little.

@@ -10,9 +10,9 @@ arXiv 2402.13720
     t_draft    seconds of a draft call; t_target alike
 
 A phrase is β tokens. The draft makes phrases by lookahead decoding (Fu et al., arXiv 2402.02057):
-besides the drafted tokens, each draft call computes a *window* of guesses of later tokens.
-A round with γ = 3 and β = 3, where the pool holds the phrases "sat on the", "mat and then" and
-"mat by me", and the text ends in "sat":
+besides the drafted tokens, each draft call computes a *window* of guesses of later tokens. A round
+with γ = 3 and β = 3, where the pool holds the phrases "sat on the", "mat and then" and "mat by me",
+and the text ends in "sat":
 
     draft (3.1)      sat ── on ── the                          one draft call is fed the root, the
                      on     the   mat                          window and the phrase "sat on the".

@@ -75,7 +75,7 @@ ALL = FAMILIES | MORE_FAMILIES
 # which users copy and readers ask about, run over all families.
 FOUR = ["llama", "gpt2", "gemma3", "qwen3.5"]
 SIX = ["speculative", "jacobi", "lookahead", "prompt_lookup", "ouroboros", "cllm"]
-# Those that a method which reads more than logits is run over: of families with the same parts one
+# A method that reads more than logits runs over these: one of the families with the same parts.
 PARTS = [x for x in ALL if x not in ("qwen2", "mistral", "phi3", "cohere2", "qwen3-moe")]
 READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, mtp, triforce]
 PROMPT, END = [3, 1, 4], 40  # the context of the tiny models ends after END tokens
@@ -281,8 +281,8 @@ def list_rows() -> list[tuple[str, str]]:
     rows, reading = [], {module.__name__ for module in READING}
     for name in METHODS:
         file = LINES[name].method.__module__
-        families = ALL if name in [*SIX, "bita"] else PARTS if file in reading else FOUR
-        rows += [(name, family) for family in families]
+        over = ALL if name in [*SIX, "bita"] else PARTS if file in reading else FOUR
+        rows += [(name, family) for family in over]
         reading.discard(file)  # its other lines have nothing more that depends on the family
     return rows
 
@@ -474,7 +474,7 @@ def test_trees_are_learnt_from_and_no_call_is_made_to_be_timed(name, monkeypatch
 
 # ---------------------------------------------------------------------------------- a GPU
 
-ALIKE = {  # methods that make no tensor which another line of their file does not make
+ALIKE = {  # methods all of whose tensors another line of their file makes, too
     "speculative, unsure", "specinfer", "bita, full tree", "suffixdecoding", "hybrid, n-grams",
     "hybrid, mtp"}
 
