@@ -64,8 +64,8 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy, walk,
-                    windows_of)
+from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy, main,
+                    walk, windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -469,9 +469,7 @@ def report(run) -> str:
     return f"a call: {rows:.1f} rows, {guessed:.1f} of them candidates, {accepted:.2f} accepted"
 
 
+COMMAND_LINE = dict(methods=[bita], commands=[train], report=report, ranges={"tree": TREES})
+
 if __name__ == "__main__":
-    try:
-        from cli.commands import main  # the command line is in cli/, a folder of this project
-    except ModuleNotFoundError:
-        from common import main  # a file that was copied with only common.py uses the small one
-    sys.exit(main([bita], report, commands=[train], ranges={"tree": TREES}))
+    sys.exit(main(**COMMAND_LINE))

@@ -61,7 +61,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, begin, eos_ids,
-                    greedy, load, until, windows_of)
+                    greedy, load, main, until, windows_of)
 
 import torch
 import torch.nn.functional as F
@@ -460,11 +460,8 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, work: Path = No
     save_model(out, merge_changes(model).to(torch.bfloat16), tokenizer)
 
 
+COMMAND_LINE = dict(methods=[cllm], commands=[collect, train, profile], report=report, target="cllm",
+                    ranges={"n": (4, 8, 16, 32, 64)})
+
 if __name__ == "__main__":
-    try:
-        from cli.commands import main  # the command line is in cli/, a folder of this project
-    except ModuleNotFoundError:
-        from common import main  # a file that was copied with only common.py uses the small one
-    # `kept` is how a file begins that `collect` may resume, and `ranges` is what --tune tries
-    sys.exit(main([cllm], report, target="cllm", commands=[collect, train, profile],
-                  kept={collect: '{"model": "'}, ranges={"n": (4, 8, 16, 32, 64)}))
+    sys.exit(main(**COMMAND_LINE))

@@ -49,14 +49,17 @@ The life of a prompt, with this tree. Steps 2 to 5 are a round:
                  the root of the next round.
 
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
-generator at a time. In a method's docstring a name with a colon is an option of its command line.
+generator at a time. In a docstring a name with a colon is an option of the command line.
 
 Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … In these a mask says what a row attends to,
 all tokens or a window. `load` refuses other attention, and CachedLM other kinds of layers.
 Left out: batches, encoder-decoder models, and layers with a state (support/recurrent.py).
 """
 import argparse
+import json
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -120,11 +123,11 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens a row sees in each kind of layer, the row included. None: all of them.
 
-    If a config lists no kinds of layers, all count as sliding, perhaps without a window.
+    All layers of a model that lists no kinds of layers count as sliding. Their window may be None.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    # A file may list a `sliding_window` that its family ignores. A new config has none then.
+    # A checkpoint may list a window that its family ignores. A new config of such a family has none
     known = window and hasattr(type(config)(), "sliding_window")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return {kind: window if known and kind == "sliding_attention" else None for kind in kinds}
@@ -151,7 +154,6 @@ class KVCache:
     transformers hands this object to every layer. A pass writes its rows from slot `start` on, and
     attends to all slots up to its last row. So a rollback costs nothing: the next `start` is lower.
     """
-    KINDS = ("full_attention", "sliding_attention")  # of the layers that it can serve
 
     def __init__(self):
         self.start, self.layers = 0, {}  # layer: [keys, values], each [B, heads, slots, d]
@@ -169,10 +171,6 @@ class KVCache:
     def get_seq_length(self, *_) -> int:
         return self.start
 
-    def run(self, model, **inputs):
-        """Run a model once on this cache; return what it returns."""
-        return model(**inputs, past_key_values=self, use_cache=True, return_dict=True)
-
     def commit(self, first: int, path: list[int]) -> None:
         """Move the rows of a path to the slots from `first` on. Slot `first` has pending node 0."""
         if path == list(range(len(path))):
@@ -181,9 +179,6 @@ class KVCache:
         for buffer in [x for buffers in self.layers.values() for x in buffers]:
             rows = rows.to(buffer.device)  # one copy, as long as all layers share a device
             buffer[:, :, first:first + len(path)] = buffer[:, :, rows]
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on. Nothing is done: the next pass writes over them."""
 
 
 class CachedLM:
@@ -197,23 +192,24 @@ class CachedLM:
                                         the next call writes over these
 
     model        a model in eval mode, as `load` returns it
-    vocab        how many logits count. Embeddings may be padded beyond the tokenizer. None: all
-    cache        where its rows are kept. None: a KVCache, for layers that have keys and values
+    vocab        how many logits count. Embeddings may be padded beyond the tokenizer. None: all.
+                 `begin` cuts those of a draft to the target's, and `full_vocab` stays
     max_length   how many tokens the model is made for
     length       how many tokens of context are cached
     parents      the parents of the pending nodes: earlier pending nodes, or -1 for the context
     calls        how many passes gave logits; those of the prefill give none
     """
     PART = 256  # tokens of a prompt in one pass, which keeps its mask small
+    KINDS = ("full_attention", "sliding_attention")  # the layers that it can run
     prefix = 0  # rows before the context. A subclass that has some overrides `layout`
 
-    def __init__(self, model, vocab: int | None = None, cache: KVCache | None = None):
+    def __init__(self, model, vocab: int | None = None):
         self.model, self.windows, self.max_length = model, windows_of(model), context_length(model)
-        self.cache = KVCache() if cache is None else cache
-        if not set(self.windows) <= set(self.cache.KINDS):
-            raise InputError(f"expected layers of {self.cache.KINDS}, got {[*self.windows]}")
+        if not set(self.windows) <= set(self.KINDS):
+            raise InputError(f"expected layers of {self.KINDS}, got {[*self.windows]}")
+        self.cache = KVCache()
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
-        self.vocab = min(vocab or len(self.weight), len(self.weight))
+        self.vocab = self.full_vocab = min(vocab or len(self.weight), len(self.weight))
         self.length, self.parents, self.calls = 0, [], 0
 
     @torch.inference_mode()
@@ -228,20 +224,21 @@ class CachedLM:
             self.commit(range(len(self.parents)))
 
     @torch.inference_mode()
-    def forward(self, ids, parents: list[int] | None = None, *, keep: int | None = None):
+    def forward(self, ids, parents: list[int] | None = None, *, keep: int | None = None, **seen):
         """Run the model once over n new nodes, which join the pending tree.
 
         ids       tokens, a list or a tensor [n], or input embeddings [n, d]
         parents   for each node an earlier pending node, or -1 for the context's end. None: a chain
                   from the last pending node
         keep      how many of the last nodes the LM head reads. None: all. A pass with 0 is no call
+        seen      further arguments of a subclass's `layout`, if it takes any
         returns   the logits [n or keep, V] after each node that the LM head read
         """
         n, old = len(ids), len(self.parents)
         parents = list(range(old - 1, old + n - 1) if parents is None else parents)
         if n == 0 or n != len(parents) or any(not -1 <= x < i for i, x in enumerate(parents, old)):
             raise ValueError(f"expected nodes with a parent each, earlier or -1, got {parents}")
-        positions, mask = self.layout(self.parents + parents, n)
+        positions, mask = self.layout(self.parents + parents, n, **seen)
         self.cache.start = self.prefix + self.length + old  # the slot after all pending nodes
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
         logits = self.run_model(inputs, positions, mask, n if keep is None else keep)
@@ -253,7 +250,6 @@ class CachedLM:
     def layout(self, parents: list[int], n: int):
         """Compute the positions [1, n] of the newest n nodes, and the mask of what they see."""
         ancestors = ancestor_mask(parents)
-        self.cache.ancestors = ancestors  # for caches of layers that read no mask
         # The position of a node is how many tokens come before it: those of the context and its
         # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess beyond max_length
         # gets the last position. No such guess gets into the answer, which `until` ends before it.
@@ -273,8 +269,9 @@ class CachedLM:
         # Rows are given by index, since transformers takes a count of 0 for all rows, and a slice
         # makes PyTorch copy the LM head on a CPU in bfloat16.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
-        return self.cache.run(self.model, **{name: inputs}, position_ids=positions,
-                              attention_mask=mask, logits_to_keep=read).logits
+        return self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
+                          past_key_values=self.cache, use_cache=True, return_dict=True,
+                          logits_to_keep=read).logits
 
     @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
@@ -282,7 +279,8 @@ class CachedLM:
 
         path   nodes, each the child of the one before it; the first is a child of the context
         """
-        if min(path, default=0) < 0 or any(self.parents[i] != x for i, x in zip(path, [-1, *path])):
+        above = [-1, *path]  # each node hangs below the one before it
+        if not set(zip(path, above)) <= set(enumerate(self.parents)):
             raise ValueError(f"expected a path from the context down, got {path} of {self.parents}")
         self.cache.commit(self.prefix + self.length, list(path))
         self.length, self.parents = self.length + len(path), []
@@ -291,8 +289,7 @@ class CachedLM:
         """Keep the first `length` tokens of the context, and no pending node."""
         if not 0 <= length <= self.length:
             raise ValueError(f"expected a length of 0 to {self.length}, got {length}")
-        self.cache.truncate(length)
-        self.length, self.parents = length, []
+        self.length, self.parents = length, []  # the next pass writes over the other rows
 
 
 def context_length(model) -> int:
@@ -317,7 +314,7 @@ class Sampler:
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
         self.temperature, self.seed, self.rngs = temperature, seed, {}
-        warpers = [(transformers.TemperatureLogitsWarper, float(temperature), 0.0),
+        warpers = [(transformers.TemperatureLogitsWarper, float(temperature or 1), 1.0),
                    (transformers.TopKLogitsWarper, top_k, 0),
                    (transformers.TopPLogitsWarper, top_p, 1.0)]  # the last number switches it off
         self.warp = transformers.LogitsProcessorList(f(x) for f, x, off in warpers if x != off)
@@ -328,12 +325,20 @@ class Sampler:
             self.rngs[device] = torch.Generator(device).manual_seed(self.seed % 2 ** 63)
         return torch.rand(shape, dtype=torch.float64, device=device, generator=self.rngs[device])
 
+    def warped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply temperature, top-k and top-p to logits [n, V]; return them in float32."""
+        rows = self.warp(None, logits.float())
+        if not rows.amax(-1).isfinite().all():
+            raise InputError("expected logits that are numbers, got nan or infinity from a model "
+                             f"at temperature {self.temperature}")
+        return rows
+
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Turn logits [..., V] into the distribution [..., V], float32, that tokens come from."""
+        rows = self.warped(logits.reshape(-1, logits.shape[-1]))
         if self.temperature == 0:
-            return F.one_hot(logits.float().argmax(-1), logits.shape[-1]).float()
-        rows = logits.float().reshape(-1, logits.shape[-1])  # transformers takes two dimensions
-        return self.warp(None, rows).softmax(-1).view(logits.shape)
+            return F.one_hot(rows.argmax(-1), rows.shape[-1]).float().view(logits.shape)
+        return rows.softmax(-1).view(logits.shape)
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
         """Draw one token from each row of probs [n, V]; return them [n], on the device of probs.
@@ -345,8 +350,9 @@ class Sampler:
         return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1)
 
     def __call__(self, logits: torch.Tensor) -> list[int]:
-        tokens = self.draw(self.probs(logits)) if self.temperature else logits.float().argmax(-1)
-        return tokens.tolist()  # the argmax is of float32, since that of bfloat16 is slow on a CPU
+        if self.temperature == 0:
+            return self.warped(logits).argmax(-1).tolist()
+        return self.draw(self.probs(logits)).tolist()
 
 
 greedy = Sampler(temperature=0)
@@ -361,15 +367,17 @@ def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
     options   further arguments of the target's `start`, if its class takes any
     """
     prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-    if not prompt or not all(isinstance(token, int) for token in prompt):
-        raise InputError(f"expected a prompt of 1 or more token ids, got {str(prompt)[:60]}")
+    V = len(target.weight)
+    if not prompt or not all(isinstance(token, int) and 0 <= token < V for token in prompt):
+        raise InputError(f"expected a prompt of 1 or more token ids below {V}, got "
+                         f"{str(prompt)[:60]}")
     if len({target, *drafts}) < 1 + len(drafts):
         raise InputError("expected a CachedLM of its own for each model, got one of them twice")
-    target.writes = True  # so EngineLM refuses logits of the target that are no numbers
+    target.vocab = target.full_vocab  # it may have been a draft before
     target.start(prompt[:-1], **options)
     for draft in drafts:
-        if draft.vocab < target.vocab:
-            raise InputError(f"expected a draft of {target.vocab} tokens, got {draft.vocab}")
+        if draft.full_vocab < target.vocab:
+            raise InputError(f"expected a draft of {target.vocab} tokens, got {draft.full_vocab}")
         draft.vocab = target.vocab
         draft.start(prompt[:-1])
     return prompt
@@ -419,14 +427,21 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options)
+        model = model.to(device).eval()
     except Exception as error:  # each reader of a file format raises errors of its own
         raise InputError(f"expected a model directory or hub id, got {path}: {error}") from error
-    # Missing weights would stay random. Attention that is not standard may need more than a mask.
-    if found["missing_keys"] or not model._supports_attention_backend:
-        raise InputError(f"expected all weights and attention that takes a mask, got {path} with "
-                         f"{type(model).__name__} and without {found['missing_keys']}")
-    model.config.get_text_config().output_router_logits = False  # a loss reads masks as padding
-    return model.to(device).eval(), tokenizer
+    # Missing weights would stay random. A tensor that belongs to a weight of the model, but has no
+    # place in it, would change the text: a scale of quantised weights, a bias, LoRA.
+    weights = [name for x in (model, model.base_model) for name, _ in x.named_parameters()]
+    places = {name.rpartition(".")[0] for name in weights}
+    wrong = [x for x in found["unexpected_keys"] if x.rpartition(".")[0] in places or "lora_" in x]
+    wrong += [*found["missing_keys"], *map(str, Path(path).glob("adapter_config.json"))]
+    if wrong or not model._supports_attention_backend:  # other attention may need more than a mask
+        raise InputError(f"expected a whole {type(model).__name__} with attention that takes a "
+                         f"mask, got {path}; missing or without a place: {sorted(wrong)[:3]}")
+    # With router logits a model computes a loss, which takes our mask for padding.
+    model.config.get_text_config().output_router_logits = False
+    return model, tokenizer
 
 
 def eos_ids(model, tokenizer) -> set[int]:
@@ -435,36 +450,121 @@ def eos_ids(model, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
 
 
-# ----------------------------------------------------------------------- a small command line
-def main(methods: list, *_, **__) -> None:
-    """Answer a prompt by the first method of a file that was copied without the folder cli/.
+# -------------------------------------------------------------------------- the command line
+MODELS = Path(__file__).resolve().parent / "models"  # the embedded models, if they are there
+PROMPT = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
+LOADING = {"device": "", "dtype": "", "chat": False}  # options, with their defaults
+DECODING = {"prompt": PROMPT, "compare": False, "max_new_tokens": 128, "temperature": 0.0,
+            "top_k": 0, "top_p": 1.0, "seed": 0}
 
-    Its options are the usual ones, and the method's keywords with numbers or strings as defaults.
+
+def parse(function, defaults: dict, argv: list[str]) -> dict:
+    """Parse the options of a command line; return {name: value}.
+
+    function  a method or a command. Its arguments that are numbers, switches or texts are options
+    defaults  further options with their defaults. An option without a default must be given
     """
-    method, takes = methods[0], methods[0].__annotations__  # takes["target"] is a class
-    roles = [role for role in ("target", "draft") if role in takes]
-    options = {name: x for name, x in method.__kwdefaults__.items() if type(x) in (int, float, str)}
-    parser = argparse.ArgumentParser(description=method.__doc__, usage=argparse.SUPPRESS,
+    parser = argparse.ArgumentParser(description=function.__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    others = {"max_new_tokens": 128, "temperature": 0.0, "seed": 0}
-    for key, x in (dict.fromkeys([*roles, "prompt"], "") | others | options).items():
-        parser.add_argument(f"--{key}".replace("_", "-"), type=type(x), default=x, required=x == "")
-    args = vars(parser.parse_args())
+    kinds = {name: type(x) for name, x in defaults.items()}
+    takes = function.__annotations__.items()
+    kinds |= {name: kind for name, kind in takes if kind in (bool, int, float, str, Path)}
+    defaults = defaults | function.__kwdefaults__
+    for name, kind in kinds.items():
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        x = defaults.get(name)
+        parser.add_argument(f"--{name}".replace("_", "-"), default=x, help=f"default: {x}",
+                            required=name not in defaults, **how)
+    return vars(parser.parse_args(argv))
+
+
+def encode(tokenizer, text: str, chat: bool) -> list[int]:
+    """Turn a prompt into token ids, within the model's chat template if `chat` is true."""
+    if chat:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                             add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=not chat)
+
+
+def call(command, argv: list[str]) -> None:
+    """Call a command of a file, such as `train`, with a model and its tokenizer.
+
+    A command that takes prompts gets those of --prompts, a file with one on each line.
+    """
+    usual = {"target": f"{MODELS}/target", "prompts": "", **LOADING}
+    args = parse(command, usual, argv)
+    model, tokenizer = load(args["target"], args["device"], args["dtype"])
+    options = {name: x for name, x in args.items() if name not in usual}
+    if "prompts" in command.__annotations__:
+        lines = Path(args["prompts"]).read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(x)["prompt"] if x[:1] == "{" else x for x in lines if x.strip()]
+        options["prompts"] = [encode(tokenizer, text, args["chat"]) for text in texts]
+    command(model, tokenizer, **options)
+
+
+def answer(method, lms: list[CachedLM], tokenizer, args: dict) -> tuple[list[int], float]:
+    """Decode the prompt of a command line, and print the text as it comes.
+
+    returns  the tokens of the answer, and how many of them a second gave
+    """
+    prompt = encode(tokenizer, args["prompt"], args["chat"])
+    limit = min([args["max_new_tokens"], *(lm.max_length - len(prompt) for lm in lms)])
+    if limit < 1:
+        raise InputError(f"expected room for an answer of 1 token or more, got {limit}")
+    eos = eos_ids(lms[0].model, tokenizer)
+    sample = Sampler(args["temperature"], args["top_k"], args["top_p"], args["seed"])
+    known = args | {"eos": eos, "sample": sample}
+    options = {name: x for name, x in known.items() if name in method.__kwdefaults__}
+    ids, text, seconds, began = [], "", 0.0, time.perf_counter()
+    for chunk in until(method(*lms, prompt, **options), limit, eos):
+        seconds += time.perf_counter() - began
+        ids += chunk
+        # All tokens are decoded anew, since a blank or a character may need several of them. The
+        # sign that is taken off stands for half a character.
+        whole = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+        print(whole[len(text):], end="", flush=True)
+        text, began = whole, time.perf_counter()
+    print(f"\n{method.__name__}: {len(ids)} tokens in {lms[0].calls} calls of the target, "
+          f"{len(ids) / seconds:.1f} tokens/s", file=sys.stderr)
+    return ids, len(ids) / seconds
+
+
+def decode(method, lossy: bool, target: str, argv: list[str]) -> None:
+    """Answer a prompt by a method. With --compare also decode token by token."""
+    kinds = {x: kind for x, kind in method.__annotations__.items() if x in ("target", "draft")}
+    paths = {x: f"{MODELS}/{x}" for x in kinds} | {"target": f"{MODELS}/{target}"}
+    args = parse(method, paths | LOADING | DECODING, argv)
+    models, (tokenizer, *_) = zip(*(load(args[x], args["device"], args["dtype"]) for x in kinds))
+    vocab = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps, so it is not their number
+    lms = [kind(model, vocab) for kind, model in zip(kinds.values(), models)]
+    ours, fast = answer(method, lms, tokenizer, args)
+    if args["compare"]:
+        theirs, slow = answer(autoregressive, [CachedLM(models[0], vocab)], tokenizer, args)
+        said = "equals" if ours == theirs else "differs from"
+        if lossy or args["temperature"] > 0:
+            said = "may differ from"
+        print(f"speed-up {fast / slow:.2f}x; output {said} autoregressive output", file=sys.stderr)
+
+
+def main(methods: list, commands=(), lossy=(), target: str = "target", argv=None, **_) -> None:
+    """Be the command line of a method file: `python FILE.py [options]`.
+
+    methods   the methods. `--method NAME` names one of them, and the first is the default
+    commands  functions that `python FILE.py NAME [options]` calls
+    lossy     methods whose text may differ from autoregressive text
+    target    the folder in models/ that has the default target
+    argv      the command line. None: that of this process
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--method", choices=[x.__name__ for x in methods])
+    args, argv = parser.parse_known_args(argv)
     try:
-        models, tokenizers = zip(*(load(args[role]) for role in roles))
-        lms = [takes[role](model, len(tokenizers[0])) for role, model in zip(roles, models)]
-        prompt, eos = tokenizers[0].encode(args["prompt"]), eos_ids(models[0], tokenizers[0])
-        limit = min([args["max_new_tokens"], *(lm.max_length - len(prompt) for lm in lms)])
-        counts = {name: args[name] for name in options if type(args[name]) is int}
-        if min([limit, *counts.values()]) < 1:
-            raise InputError(f"expected 1 or more, got {counts | {'tokens of an answer': limit}}")
-        given = {name: args[name] for name in options} | ({"eos": eos} if "eos" in takes else {})
-        given["sample"] = Sampler(args["temperature"], seed=args["seed"])
-        streamer, count = transformers.TextStreamer(tokenizers[0], skip_special_tokens=True), 0
-        for chunk in until(method(*lms, prompt, **given), limit, eos):
-            streamer.put(torch.tensor(chunk))
-            count += len(chunk)
-        streamer.end()
-        print(f"{count} tokens in {lms[0].calls} calls of the target", file=sys.stderr)
-    except ValueError as error:
-        parser.error(" ".join(str(error).split()))
+        for command in commands:
+            if argv[:1] == [command.__name__]:
+                return call(command, argv[1:])
+        method = {x.__name__: x for x in methods}.get(args.method, methods[0])
+        decode(method, method in lossy, target, argv)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split())[:600])

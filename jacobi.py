@@ -82,7 +82,7 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, begin, greedy, trie, walk
+from common import CachedLM, InputError, Sampler, begin, greedy, main, trie, walk
 
 
 # ------------------------------------------------------------------------------------ Jacobi
@@ -287,13 +287,9 @@ def report(run) -> str:
     return f"a call: {rows:.1f} rows, {guessed:.1f} of them guesses, {accepted:.2f} accepted"
 
 
+COMMAND_LINE = dict(
+    methods=[jacobi, lookahead, prompt_lookup], report=report,
+    ranges={"n": (2, 4, 8, 16, 32), "W": (1, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)})
+
 if __name__ == "__main__":
-    try:
-        from cli.main import main  # the command line is in cli/, a folder of this project
-        from cli.trajectory import show_trajectory
-    except ModuleNotFoundError:
-        from common import main  # a file that was copied with only common.py uses the small one
-        show_trajectory = None
-    ranges = {"n": (2, 4, 8, 16, 32), "W": (1, 2, 5, 10, 15), "N": (3, 4, 5, 7), "G": (1, 3, 7, 15)}
-    sys.exit(main([jacobi, lookahead, prompt_lookup], report, viewers={jacobi: show_trajectory},
-                  ranges=ranges))
+    sys.exit(main(**COMMAND_LINE))

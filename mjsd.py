@@ -51,7 +51,7 @@ import sys
 from dataclasses import dataclass
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, begin, greedy
+from common import CachedLM, InputError, Sampler, begin, greedy, main
 
 import torch
 
@@ -250,10 +250,8 @@ def report(run) -> str:
             f"{run.models['draft'].calls} draft calls; {text}")
 
 
+COMMAND_LINE = dict(methods=[mjsd, mjgd], report=report, lossy=[mjsd, mjgd],
+                    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8), "beams": (1, 2, 4, 8)})
+
 if __name__ == "__main__":
-    try:
-        from cli.main import main  # the command line is in cli/, a folder of this project
-    except ModuleNotFoundError:
-        from common import main  # a file that was copied with only common.py uses the small one
-    sys.exit(main([mjsd, mjgd], report, lossy=[mjsd, mjgd],
-                  ranges={"gamma": (1, 2, 3, 4, 5, 6, 8), "beams": (1, 2, 4, 8)}))
+    sys.exit(main(**COMMAND_LINE))

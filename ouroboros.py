@@ -68,7 +68,7 @@ import random
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, begin, greedy, trie, walk
+from common import CachedLM, InputError, Sampler, begin, greedy, main, trie, walk
 
 
 # -------------------------------------------------------------------------- the pool of phrases
@@ -125,7 +125,6 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         raise InputError(f"--beta must be 2 or more, got {beta}")
     if pool is None:
         pool = PhrasePool()
-    draft.cache.back = gamma + beta  # a recurrent draft must know how many it may have to forget
     text = begin(prompt, target, draft)
     drafter = Drafter(draft, text, pool, W if phrases else 0, beta, G, sample.seed)
     while True:
@@ -366,11 +365,10 @@ def report(run) -> str:
             f"{cost:.2f} of a target call")
 
 
+COMMAND_LINE = dict(
+    methods=[ouroboros], report=report, shared={"pool": PhrasePool},
+    ranges={"gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
+            "beta": (3, 4, 5, 6, 7)})
+
 if __name__ == "__main__":
-    try:
-        from cli.main import main  # the command line is in cli/, a folder of this project
-    except ModuleNotFoundError:
-        from common import main  # a file that was copied with only common.py uses the small one
-    sys.exit(main([ouroboros], report, shared={"pool": PhrasePool}, ranges={
-        "gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
-        "beta": (3, 4, 5, 6, 7)}))
+    sys.exit(main(**COMMAND_LINE))

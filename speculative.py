@@ -40,7 +40,7 @@ Left out: lenience, which is lossy (Leviathan's App. A.5), and beam search (App.
 import sys
 from typing import Iterator
 
-from common import CachedLM, InputError, Sampler, begin, greedy
+from common import CachedLM, InputError, Sampler, begin, greedy, main
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +120,6 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     if verification not in VERIFICATIONS:
         raise InputError(f"--verification must be token or block, got {verification!r}")
     verify = VERIFICATIONS[verification]
-    draft.cache.back = gamma  # a recurrent draft must know how many tokens it may have to forget
     text = begin(prompt, target, draft)
     while True:
         # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
@@ -235,9 +234,8 @@ def report(run) -> str:
             f"tokens per call, speed-up {per_call / (gamma * c + 1):.2f}x")
 
 
+COMMAND_LINE = dict(methods=[speculative], report=report,
+                    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)})
+
 if __name__ == "__main__":
-    try:
-        from cli.main import main  # the command line is in cli/, a folder of this project
-    except ModuleNotFoundError:
-        from common import main  # a file that was copied with only common.py uses the small one
-    sys.exit(main([speculative], report, ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)}))
+    sys.exit(main(**COMMAND_LINE))

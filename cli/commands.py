@@ -13,17 +13,15 @@ from inspect import signature
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable
 from unittest.mock import patch
 
 from transformers.utils import chat_template_utils
 
-import cli.main
 from cli.files import read_lines
 from cli.loading import encode_prompts, load_checked
+from cli.main import Table, perform, run_script
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
                          read_ranges, select_options)
-from cli.run import count_guesses
 from common import eos_ids, until
 from support.engine import require
 from support.files import check_result, explain_errors
@@ -40,8 +38,8 @@ DATA = ('learn from answers made elsewhere, not from the model\'s own: {"prompt"
 # ---------------------------------------------------------------------------------- its options
 
 def is_training(command) -> bool:
-    """Tell whether a command trains in steps, so that it has the options of Settings too."""
-    return {"steps", "lr"} <= {*read_options(command)}
+    """Tell whether a command trains by training/loop.py, so that it has the options of Settings."""
+    return {"steps", "lr", "work"} <= {*read_options(command)}
 
 
 def parse_command(command, argv: list[str]) -> Namespace:
@@ -181,18 +179,17 @@ def list_texts(value) -> list[str]:
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform_command(command, argv: list[str], kept: str) -> int | None:
+def perform_command(command, argv: list[str]) -> int | None:
     """Call command(model, tokenizer, prompts if it takes them, **options): train, collect, measure.
 
     argv     the command line after the command's name
-    kept     how the file begins that it goes on with after a stop, as `check_result` takes it
     returns  the exit status, or nothing if all went well
     """
     args = parse_command(command, argv)
     options = select_options(args, command, ranges=read_ranges(Settings))
     settings = select_options(args, Settings)
     if "out" in options:
-        check_result("out", options["out"], kept)
+        check_result("out", options["out"], "")
         require(options.get("work") != options["out"], "work", "another place than --out",
                 repr(str(options["out"])))
     model, tokenizer = load_checked(args.target, args.device, args.dtype)
@@ -202,20 +199,15 @@ def perform_command(command, argv: list[str], kept: str) -> int | None:
         return command(model, tokenizer, **options)
 
 
-def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None, *,
-         commands: tuple = (), kept: dict = {}, **extras) -> int:
-    """Be the command line of a method file that has commands.
+def main(argv: list[str] | None = None, **table) -> int:
+    """Be the command line of a method file.
 
-    methods, report, argv   as for `main` of cli/main.py
-    commands                the functions that `python FILE.py NAME …` calls
-    kept                    for a command that goes on with its --out after a stop, a pattern of how
-                            this file begins
-    extras                  fields of Extras
-    returns                 the exit status
+    argv     the command line. Default: the one of this process
+    table    what the file says in its COMMAND_LINE, the fields of Table
+    returns  the exit status. It is 1 if --compare found a difference, and else that of `run_script`
     """
-    argv = sys.argv[1:] if argv is None else argv
-    for command in commands:
+    argv, table = sys.argv[1:] if argv is None else argv, Table(**table)
+    for command in table.commands:
         if argv[:1] == [command.__name__]:
-            return cli.main.run_script(
-                lambda: perform_command(command, argv[1:], kept.get(command, "")))
-    return cli.main.main(methods, report, argv, commands=commands, **extras)
+            return run_script(lambda: perform_command(command, argv[1:]))
+    return run_script(lambda: perform(table, argv))

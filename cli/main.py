@@ -1,10 +1,10 @@
 """Does what the command line of a method file says: load, decode, print, compare, tune.
 
-A method file ends in `main([its methods], report, …)`, and every other script in
-`run_script(its main)`, so that all of them end alike. Text goes to stdout. Figures and messages go
-to stderr.
+A method file tells in its COMMAND_LINE what it has, and `main` of commands.py is given that table.
+Every script ends in `run_script`, so that all of them end alike. Text goes to stdout. Figures and
+messages go to stderr.
 
-Read this file from its end. There `main` hands the command line to `perform`. These do the work:
+Read this file from its end. There `perform` does what a command line says. These do the work:
 
     parse_decoding   makes options of the methods' keyword arguments, and parses them (options.py)
     Session          loads the models that the method takes, and encodes the prompts (loading.py)
@@ -31,25 +31,29 @@ from cli.options import MODELS, parse_decoding, read_options, select_options
 from cli.run import Run, count_guesses, kind_for
 from cli.text import MOST, read_arguments, set_encodings, stream
 from cli.trace import make_page, watch
-from common import InputError, KVCache, Sampler, autoregressive, context_length, eos_ids
-from support.engine import EngineLM, check, doubt_head, make_cache, require, vocab_size
+from cli.trajectory import show_trajectory
+from common import InputError, Sampler, autoregressive, context_length, eos_ids
+from support.engine import EngineLM, check, doubt_head, require, vocab_size
 from support.files import check_result, shorten, write_text
 from support.packed import pack
+from support.recurrent import has_states
 
 
-class Extras(NamedTuple):
-    """What a method file may add to its methods.
+class Table(NamedTuple):
+    """What the COMMAND_LINE of a method file says.
 
+    methods   the file's methods. The first one is the default
+    report    a function that says in a line what a run did
     lossy     methods whose output may differ from autoregressive text, so --compare only warns
-    viewers   for a method, what `--show` calls to print: viewer(chunks, tokenizer, colour, log)
     shared    for an argument of methods, the function that makes what all prompts of a run share
     ranges    for an option, the values that --tune tries
     target    the default target, a folder of models/
     commands  functions that train, collect or measure, which --help names (commands.py)
     graphs    whether the methods can run by CUDA graphs
     """
+    methods: list
+    report: Callable = count_guesses
     lossy: Container = ()
-    viewers: dict = {}
     shared: dict[str, Callable] = {}
     ranges: dict[str, list] = {}
     target: str = "target"
@@ -89,18 +93,16 @@ class Session:
 
     args    the parsed command line
     method  the method that is asked for, which decides how many drafts are loaded
-    report  a function that says in a line what a run did
-    extras  what the method file adds
+    table   what the method's file says of itself
 
     models      by the names "target", "draft", "draft 2", …, and so the tokenizers
     run_as      the kind of CachedLM that models run as
     traced      the records of all runs, which stay empty without --trace
     """
 
-    def __init__(self, args: Namespace, method, report: Callable, extras: Extras):
+    def __init__(self, args: Namespace, method, table: Table):
         self.args = args
-        self.report = report
-        self.shared = extras.shared
+        self.table = table
         self.traced = []
         models = load_models(args, method)
         self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
@@ -111,8 +113,8 @@ class Session:
         self.run_as = EngineLM
         graphs = args.graphs
         if graphs is None:
-            plain = all(type(make_cache(x)) is KVCache for x in self.models.values())
-            graphs = self.on_gpu and extras.graphs and plain  # not with recurrent layers
+            stateless = not any(map(has_states, self.models.values()))
+            graphs = self.on_gpu and table.graphs and stateless
         if graphs:
             self.run_as = GraphedLM
             for model in self.models.values():
@@ -140,7 +142,7 @@ class Session:
         lms = {name: kind_for(method, self.run_as, name)(
             model, vocab_size(model, self.tokenizers[name]))
             for name, model in self.models.items() if name == "target" or "draft" in takes}
-        filled = {name: make() for name, make in self.shared.items()}
+        filled = {name: make() for name, make in self.table.shared.items()}
         filled |= {"eos": self.eos, "tokenizers": [*self.tokenizers.values()],
                    "more_drafts": [*lms.values()][2:]}
         filled = {name: value for name, value in filled.items() if name in takes}
@@ -182,7 +184,7 @@ class Session:
                 print(run, file=sys.stderr)  # now: a report may make more calls
                 trained = "adapter" in run.method.__annotations__
                 doubt = doubt_head(run.outputs[0], run.log) if trained else ""
-                print(self.report(run) + doubt, file=sys.stderr)
+                print(self.table.report(run) + doubt, file=sys.stderr)
         return run
 
 
@@ -201,20 +203,19 @@ def explain_slowdown(run: Run, ar: Run) -> str:
             f"{run.tokens / target.calls:.1f} tokens")
 
 
-def compare(session: Session, run: Run, lossy: Container) -> int:
+def compare(session: Session, run: Run) -> int:
     """Decode token by token too, and print both speeds and whether the outputs are equal.
 
     A method that writes another model's text than the target's, such as a tuned model's, puts this
     model into the target's memo as "writer". Then this model decodes token by token.
 
     run      the run of the method
-    lossy    methods whose outputs may differ
     returns  1 where the greedy output of a lossless method differs in float32, else 0
     """
     session.models["target"] = run.models["target"].memo.get("writer", session.models["target"])
     ar = session.decode(autoregressive, {})
     figures = str(ar)  # now: the search for a difference makes more calls
-    exact = session.args.temperature == 0 and run.method not in lossy
+    exact = session.args.temperature == 0 and run.method not in session.table.lossy
     speed_up = run.tokens / run.seconds * ar.seconds / ar.tokens
     if speed_up < 1:
         figures += f"\n{explain_slowdown(run, ar)}"
@@ -224,14 +225,14 @@ def compare(session: Session, run: Run, lossy: Container) -> int:
     return int(exact and found != "" and session.models["target"].dtype.itemsize == 4)
 
 
-def tune(session: Session, method, options: dict, ranges: dict) -> None:
+def tune(session: Session, method, options: dict) -> None:
     """Search the fastest value of one option after the other, and print them (Ouroboros, App. B).
 
     The fastest of three runs with a value counts, since a slow one may be chance.
 
     options  the options to begin with, which get the values that are found
-    ranges   for an option, the values to try
     """
+    ranges = session.table.ranges
     session.decode(method, options)  # refuses wrong options, and warms up
     for name in [name for name in ranges if name in read_options(method)]:
         speeds = {}
@@ -247,20 +248,20 @@ def tune(session: Session, method, options: dict, ranges: dict) -> None:
 
 # ---------------------------------------------------------------------------------- the steps
 
-def perform(methods: list, report, argv: list[str] | None, extras: Extras) -> int | None:
+def perform(table: Table, argv: list[str] | None) -> int | None:
     """Do what a command line says: answer prompts with a method, or tune the method's options."""
-    args = parse_decoding(methods, extras.commands, extras.target, argv)
-    method = next(f for f in methods if f.__name__ == args.method)
+    args = parse_decoding(table.methods, table.commands, table.target, argv)
+    method = next(f for f in table.methods if f.__name__ == args.method)
     if args.trace:
         check_result("trace", args.trace)
-    options = select_options(args, method, methods)
-    session = Session(args, method, report, extras)
+    options = select_options(args, method, table.methods)
+    session = Session(args, method, table)
     if args.tune:
-        return tune(session, method, options, extras.ranges)
-    viewers = extras.viewers if args.show == "always" else {}
+        return tune(session, method, options)
+    blocks = args.show == "always" and method.__name__ == "jacobi"  # whose log has trajectories
     try:
-        run = session.decode(method, options, viewers.get(method, stream))
-        return compare(session, run, extras.lossy) if args.compare else 0
+        run = session.decode(method, options, show_trajectory if blocks else stream)
+        return compare(session, run) if args.compare else 0
     finally:  # also after Ctrl-C. If nothing was decoded, an older page stays as it is
         if any(run["rounds"] for run in session.traced):
             write_text(args.trace, make_page(session.traced, session.tokenizers))
@@ -306,17 +307,3 @@ def run_script(act: Callable[[], int | None]) -> int:
     finally:
         with suppress(ValueError):
             signal.signal(PIPE, signal.SIG_DFL)  # what is still to be printed may end the process
-
-
-def main(methods: list, report: Callable = count_guesses, argv: list[str] | None = None,
-         **extras) -> int:
-    """Be the command line of a method file.
-
-    methods  the file's methods. The first one is the default
-    report   a function that says in a line what a run did
-    argv     the command line. Default: the one of this process
-    extras   fields of Extras
-    returns  the exit status. It is 1 if --compare found a difference, and else that of
-             `run_script`
-    """
-    return run_script(lambda: perform(methods, report, argv, Extras(**extras)))

@@ -12,7 +12,6 @@ since a sentence about W ends with its range (`read_ranges`). Keyword arguments 
 """
 import json
 import math
-import os
 import re
 import sys
 from argparse import (SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace,
@@ -83,7 +82,7 @@ def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
     """
     file = Path(getfile(function))
     modules = {"survey": f"-m survey.{file.stem}", "hybrid": "-m hybrid"}
-    name = modules.get(file.parent.name, os.path.relpath(file, MODELS.parent))
+    name = modules.get(file.parent.name, f"-m cli {file.stem}")
     usage = "\n       ".join(f"python {name} {call}" for call in calls)
     doc = sys.modules[function.__module__].__doc__ or ""  # none under `python -OO`
     first, _, rest = doc.partition("\n\n")

@@ -199,7 +199,10 @@ def report(run) -> str:
             "their chances")
 
 
+COMMAND_LINE = dict(
+    methods=[hybrid], report=report, commands=[fit], ranges={"guess": GUESSES},
+    shared={"successors": Successors})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([hybrid], report, commands=[fit], ranges={"guess": GUESSES},
-                  shared={"successors": Successors}))
+    sys.exit(main(**COMMAND_LINE))

@@ -37,19 +37,18 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
+from cli.__main__ import list_files  # noqa: E402
 from cli.files import read_rows  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
-from cli.main import run_script  # noqa: E402
+from cli.main import Table, run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
 from cli.run import Run, guesses_of, kind_for  # noqa: E402
 from cli.text import Parser  # noqa: E402
-from common import InputError, Sampler, context_length, eos_ids  # noqa: E402
+from common import InputError, Sampler, autoregressive, context_length, eos_ids  # noqa: E402
 from models import tasks  # noqa: E402
-from ouroboros import PhrasePool  # noqa: E402
 from hybrid.hybrid import GUESSES  # noqa: E402
 from support.engine import EngineLM, check, depth_of, vocab_size  # noqa: E402
-from survey.recycling import Successors  # noqa: E402
 from support.packed import is_packed, pack  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 
@@ -74,22 +73,21 @@ class Ours:
     method   the method, a generator
     models   the cached models by the names of the method's arguments
     limit    the most tokens of an answer
+    shared   for an argument of the method, the function that makes what the prompts of a round share
     options  further arguments of the method
-
-    The prompts of a round share a pool of phrases, and each round begins with an empty one.
     """
 
     def __init__(self, method, models: dict[str, EngineLM], limit: int, eos: set[int],
-                 sample: Sampler, **options):
+                 sample: Sampler, shared: dict, **options):
         self.method, self.models, self.limit, self.eos = method, models, limit, eos
-        self.sample, self.options = sample, options
+        self.sample, self.make_shared, self.options = sample, shared, options
         self.new_round()
 
     def new_round(self) -> None:
         """Make what the prompts of the next round share, such as a pool of phrases."""
         takes = inspect.signature(self.method).parameters
-        made = {"pool": PhrasePool(), "successors": Successors(), "eos": self.eos}
-        self.shared = {name: x for name, x in made.items() if name in takes}
+        makes = {**self.make_shared, "eos": lambda: self.eos}
+        self.shared = {name: make() for name, make in makes.items() if name in takes}
 
     def start_run(self) -> Run:
         """Make a run of the method, which goes on with what the prompts of the round share."""
@@ -163,24 +161,22 @@ def keep_fitting(names, act: Callable) -> dict:
     return found
 
 
-def find_methods() -> dict:
-    """Find the methods of all files: the functions that take a `log`.
+def find_tables() -> dict[str, Table]:
+    """Find the table of each method, {name of the method: what its file's COMMAND_LINE says}.
 
     A method that takes `tokenizers` is left out, since all models of the bench have one tokenizer.
-
-    returns  {name: method}
     """
-    found = {}
-    for file in sorted([*ROOT.glob("*.py"), *ROOT.glob("survey/*.py"), ROOT / "hybrid/hybrid.py"]):
-        module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            takes = inspect.signature(function).parameters
-            if "log" in inspect.getfullargspec(function).kwonlyargs and "tokenizers" not in takes:
-                found[name] = function
+    found = {"autoregressive": Table([autoregressive])}
+    for module in list_files().values():
+        table = Table(**importlib.import_module(module).COMMAND_LINE)
+        found |= {method.__name__: table for method in table.methods
+                  if "tokenizers" not in inspect.signature(method).parameters}
     return found
 
 
-METHODS = find_methods()
+TABLES = find_tables()
+METHODS = {name: next(x for x in table.methods if x.__name__ == name)
+           for name, table in TABLES.items()}
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
        "prompt_lookup", "bita", "bita --tree chain", "medusa", "medusa --heads hydra",
        "eagle", "eagle3", "mtp", "dflash", "sequoia", "early_exit", "draft_verify", "layerskip",
@@ -268,10 +264,11 @@ class Bench:
         method, own = METHODS[name], self.args
         usual = [f"--max-new-tokens={own.max_new_tokens}", f"--temperature={own.temperature}",
                  f"--seed={own.seed}"]
-        if name != "cllm":  # which decodes a model of its own
+        table = TABLES[name]
+        if table.target == "target":  # CLLM decodes a model of its own
             usual.append(f"--target={own.target}")
         # Of an option that is given twice the last value counts, so the line's own ones win.
-        args = parse_decoding([method], (), "cllm", usual + words)
+        args = parse_decoding([method], (), table.target, usual + words)
         lms = {"target": self.cache(args.target, kind_for(method, self.run_as))}
         given = self.find_files(method, select_options(args, method))
         if "nodes" in read_options(method):
@@ -281,7 +278,7 @@ class Bench:
             if more:
                 given["more_drafts"] = more
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        return Ours(method, lms, args.max_new_tokens, self.eos, sample, **given)
+        return Ours(method, lms, args.max_new_tokens, self.eos, sample, table.shared, **given)
 
     def find_files(self, method, options: dict) -> dict:
         """Let options that name files of models/ by default name those of --adapters.

@@ -19,9 +19,9 @@ from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelF
                           AutoTokenizer)
 from transformers.utils import cached_file, logging
 
-from common import CachedLM, InputError, KVCache, windows_of
+from common import InputError
 from support.files import explain_errors
-from support.recurrent import RecurrentCache
+from support.recurrent import RecurrentLM, has_states
 
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -113,8 +113,9 @@ def tap_layers(model, taps: list[int] | None, seen: list):
         yield
 
 
-class EngineLM(CachedLM):
-    """Be a CachedLM for methods that read features, and for runs that are timed.
+class EngineLM(RecurrentLM):
+    """Be a CachedLM for methods that read features, for recurrent layers, and for runs that are
+    timed.
 
     Each pass waits for the GPU, or it would end before the GPU does.
 
@@ -128,11 +129,14 @@ class EngineLM(CachedLM):
                      text keeps that model here as "writer"
     dtype            the model's type, which must stay as it is
     """
-    parts = None  # the features of each part of a text that `start` reads. None: it does not run
-    writes = False  # whether a method's text is made of its logits, as `begin` notes
+    parts = None  # the features of each part of a text that `start` reads. None: no `start` runs
 
     def __init__(self, model, vocab: int | None = None):
-        super().__init__(model, vocab, make_cache(model))
+        local = getattr(model.config.get_text_config(), "attention_layers", None)
+        if local:  # of GPT-Neo, whose windows `windows_of` does not know
+            raise InputError("expected layers of full or sliding attention, got "
+                             f"{sorted(set(local))}")
+        super().__init__(model, vocab)
         self.taps, self.passes, self.setup_seconds = None, [], 0.0
         self.memo, self.dtype = {}, self.weight.dtype
 
@@ -148,10 +152,6 @@ class EngineLM(CachedLM):
     def forward(self, ids, parents: list[int] | None = None, **options) -> torch.Tensor:
         began = time.perf_counter()
         logits = super().forward(ids, parents, **options)
-        # A draft may overflow, since its guesses are only guesses. A token may have -inf.
-        if self.writes and not logits.amax(-1).isfinite().all():
-            raise InputError(f"expected logits that are numbers, got others of "
-                             f"{type(self.model).__name__} in {self.dtype}")
         if logits.is_cuda:
             torch.cuda.synchronize()
         self.passes.append((len(ids), len(logits), time.perf_counter() - began))
@@ -196,19 +196,10 @@ class EngineLM(CachedLM):
         return sum(seconds for _, read, seconds in self.passes if not read)
 
 
-def make_cache(model) -> KVCache:
-    """Make the cache that a model's layers need. InputError if there is none."""
-    local = getattr(model.config.get_text_config(), "attention_layers", None)
-    if local:  # of GPT-Neo, whose windows `windows_of` does not know
-        raise InputError(f"expected layers of full or sliding attention, got {sorted(set(local))}")
-    attentive = {*windows_of(model)} <= {*KVCache.KINDS}
-    return KVCache() if attentive else RecurrentCache(model)
-
-
 def require_keys(model) -> None:
     """Raise an InputError for a model with recurrent layers, or with layers that share keys."""
     shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
-    if shared or type(make_cache(model)) is not KVCache:
+    if shared or has_states(model):
         raise InputError(f"expected layers that all have keys, got {type(model).__name__}")
 
 

@@ -32,7 +32,8 @@ G_i, the sum of g on the path down to node i, and decay_ij = exp(G_i - G_j):
 A short convolution reads the last inputs on the node's path, so what is kept of it are inputs.
 
 The last rows of the context are not added to the state yet. They are a chain above the tree, so
-that a draft whose guesses were rejected can go back. The models' own code runs as it is. Only the
+that a draft whose guesses were rejected can go back. A draft that goes back farther reads its text
+once more. The models' own code runs as it is. Only the
 functions with which it reads a whole text give way to those at the end of this file, while a pass
 of a RecurrentCache runs.
 """
@@ -46,32 +47,92 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from common import InputError, KVCache, windows_of
+from common import CachedLM, InputError, KVCache, ancestor_mask, windows_of
 
-KEEP = 32  # how many tokens of the context a model can go back at least
+KEEP = 32  # how many of the context's last tokens are not in the states, at least
 running = threading.local()
 running.cache = None  # the cache of the pass that runs now in this thread
+
+
+class RecurrentLM(CachedLM):
+    """Be a CachedLM whose layers may have states. A model without such layers runs as in CachedLM.
+
+    recurrent  whether some layers have states. Then `cache` is a RecurrentCache
+    text       the tokens of the context and then those of the pending nodes, as a recurrent model
+               was fed them. A node that was fed as an embedding is None
+    """
+    KINDS = (*CachedLM.KINDS, "linear_attention", "conv", "hybrid", "mlp", "moe")
+
+    def __init__(self, model, vocab: int | None = None):
+        super().__init__(model, vocab)
+        self.recurrent, self.text = has_states(model), []
+        if self.recurrent:
+            self.cache = RecurrentCache(model)
+
+    def forward(self, ids, parents: list[int] | None = None, **options) -> torch.Tensor:
+        logits = super().forward(ids, parents, **options)
+        if self.recurrent:
+            ids = torch.as_tensor(ids)
+            self.text += ids.tolist() if ids.ndim == 1 else [None] * len(ids)
+        return logits
+
+    def layout(self, parents: list[int], n: int, **seen):
+        if self.recurrent:
+            self.cache.ancestors = ancestor_mask(parents)
+        return super().layout(parents, n, **seen)
+
+    def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
+        if not self.recurrent:
+            return super().run_model(inputs, positions, mask, keep)
+        n, device = inputs.shape[1], inputs.device
+        name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+        given = {name: inputs, "logits_to_keep": torch.arange(n - keep, n, device=device)}
+        return self.cache.run(self.model, mask, position_ids=positions, **given).logits
+
+    def commit(self, path: list[int]) -> None:
+        first = self.length
+        super().commit(path)
+        if self.recurrent:
+            self.text[first:] = [self.text[first + node] for node in path]
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of the context, and no pending node.
+
+        States cannot go back. If they have read later tokens, the text is read anew. From then on
+        twice as many rows are kept as this took back, so that later rounds need not do it again.
+        """
+        if self.recurrent and 0 < length < self.cache.folded:
+            self.cache.keep = 2 * (self.length - length)
+            if None in self.text[:length]:
+                raise InputError("expected a recurrent model that was fed tokens, got embeddings")
+            return CachedLM.start(self, self.text[:length])
+        super().truncate(length)
+        if self.recurrent:
+            self.cache.truncate(length)
+            del self.text[length:]
+
+
+def has_states(model) -> bool:
+    """Tell whether some layers of a model have states."""
+    return not {*windows_of(model)} <= {*CachedLM.KINDS}
 
 
 class RecurrentCache(KVCache):
     """Be a KVCache that holds states as well.
 
-    back     how many tokens of the context a method takes back at most, which it says before it
-             begins. KEEP of them can always be taken back
-    folded   how many of the context's first tokens are in the states
-    kept     how many of its last tokens are not in the states yet
-    states   for each layer what its states are called (`S`, and `inputs` for a convolution), and
-             the states at the end of the context except the kept tokens
-    rows     for each layer the rows of the kept and the pending nodes: x, k, u and g, by name
+    keep       how many of the context's last tokens are not in the states, at least
+    folded     how many of the context's first tokens are in the states
+    kept       how many of its last tokens are not in the states yet
+    states     for each layer what its states are called (`S`, and `inputs` for a convolution), and
+               the states at the end of the context except the kept tokens
+    rows       for each layer the rows of the kept and the pending nodes: x, k, u and g, by name
+    ancestors  which pending nodes each pending node sees. RecurrentLM says so before a pass
     """
-
-    KINDS = (*KVCache.KINDS, "linear_attention", "conv", "hybrid", "mlp", "moe")
-    back = 0
 
     def __init__(self, model):
         super().__init__()
         replace_functions(model)
-        self.takes = inspect.signature(model.forward).parameters
+        self.takes, self.keep = inspect.signature(model.forward).parameters, KEEP
         self.truncate(0)
 
     def run(self, model, attention_mask, **inputs):
@@ -110,9 +171,8 @@ class RecurrentCache(KVCache):
             for name, row in rows.items():
                 nodes = nodes.to(row.device)  # only the first of them is copied to a GPU
                 rows[name] = row[nodes]
-        keep = max(KEEP, self.back)
-        if self.kept > 2 * keep:
-            self.fold(self.kept - keep)
+        if self.kept > 2 * self.keep:
+            self.fold(self.kept - self.keep)
 
     def fold(self, n: int) -> None:
         """Add the first n kept tokens to the states."""
@@ -129,12 +189,9 @@ class RecurrentCache(KVCache):
         self.folded, self.kept = self.folded + n, self.kept - n
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of the context."""
+        """Keep the first `length` tokens of the context: none, or all that the states have read."""
         if length == 0:
             self.folded, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)
-        elif length < self.folded:
-            raise InputError("a recurrent model can go back fewer tokens than an attentive one: "
-                             f"expected {self.folded} tokens or more to stay, got {length}")
         self.kept = length - self.folded
 
     # The layers ask a cache for these. They get nothing: the functions below know the states.

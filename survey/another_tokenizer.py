@@ -184,7 +184,7 @@ class TranslatedLM:
         self.draft = draft
         self.cache = draft.cache
         self.translation = translation
-        self.vocab = vocab
+        self.vocab = self.full_vocab = vocab
         self.length, self.ends, self.widths = 0, [0], []
 
     def start(self, ids: list[int]) -> None:
@@ -253,6 +253,9 @@ def another_tokenizer(target: EngineLM, draft: EngineLM, prompt: list[int], *, t
                        sample=sample, log=log)
 
 
+COMMAND_LINE = dict(
+    methods=[another_tokenizer], report=report, ranges={"gamma": (1, 2, 3, 4, 6, 8)})
+
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([another_tokenizer], report, ranges={"gamma": (1, 2, 3, 4, 6, 8)}))
+    from cli.commands import main  # the command line is in cli/, a folder of this project
+    sys.exit(main(**COMMAND_LINE))

@@ -254,8 +254,6 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     followers = target.once(count_bigrams, grams, target.model)
     lms = [target, draft, *more_drafts]
     drafts = len(lms) - 1
-    for lm in lms:  # so many tokens a recurrent model may have to forget
-        lm.cache.back = gamma + drafts * (tail + inner)
     prompt = begin(prompt, *lms)
     V = target.vocab
     levels = [*(Level(lm, prompt[:-1]) for lm in lms), MaxGram(followers, V)]
@@ -272,6 +270,8 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
         yield tokens
 
 
+COMMAND_LINE = dict(methods=[cascade], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)})
+
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([cascade], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}))
+    from cli.commands import main  # the command line is in cli/, a folder of this project
+    sys.exit(main(**COMMAND_LINE))

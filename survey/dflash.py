@@ -414,6 +414,8 @@ def load_draft(path: str | Path, model) -> BlockDraft:
                        lambda header: BlockDraft(model, header["config"]))
 
 
+COMMAND_LINE = dict(methods=[dflash], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([dflash], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main(**COMMAND_LINE))

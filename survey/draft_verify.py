@@ -313,7 +313,9 @@ def load_blocks(path: str, model) -> dict[str, list[int]]:
     return load_facts(path, {"model": model}, expected, parse)
 
 
+COMMAND_LINE = dict(
+    methods=[draft_verify], commands=[search], ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([draft_verify], commands=[search],
-                  ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)}))
+    sys.exit(main(**COMMAND_LINE))

@@ -372,6 +372,8 @@ def load_draft(path: str | Path, model) -> EagleLayer:
                         lambda header: EagleLayer(model, LlamaConfig(**header["config"])))
 
 
+COMMAND_LINE = dict(methods=[eagle], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main(**COMMAND_LINE))

@@ -236,6 +236,8 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
         Form(*(header["form"][name] for name in Form._fields))))  # older files have more of them
 
 
+COMMAND_LINE = dict(methods=[eagle3], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([eagle3], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main(**COMMAND_LINE))

@@ -220,7 +220,8 @@ def load_exit(path: str | Path, model) -> Exit:
     return load_trained(path, Exit.title, model, lambda header: Exit(model, header["E"]))
 
 
+COMMAND_LINE = dict(methods=[early_exit], commands=[train], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([early_exit], commands=[train],
-                  ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))
+    sys.exit(main(**COMMAND_LINE))

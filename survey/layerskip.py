@@ -101,7 +101,6 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
     """
     E = depth_of(target.model) - depth_of(late.model)
     prompt = begin(prompt, early, taps=[E])  # so its features are the hidden states after layer E
-    early.writes, late.writes = False, True
     late.start(early.features)  # the late layers cache the context from its hidden states
     root = prompt[-1]
     while True:
@@ -338,7 +337,9 @@ def export(model, tokenizer, *, tuning: Path, out: Path) -> None:
     print(f"python -m survey.layerskip --target {out} --tuning \"\" --E {E}")
 
 
+COMMAND_LINE = dict(
+    methods=[layerskip], commands=[tune, export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([layerskip], commands=[tune, export],
-                  ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)}))
+    sys.exit(main(**COMMAND_LINE))

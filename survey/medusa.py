@@ -388,6 +388,8 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
     return match_type(trained, model)
 
 
+COMMAND_LINE = dict(methods=[medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+    sys.exit(main(**COMMAND_LINE))

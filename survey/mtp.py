@@ -290,6 +290,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     save_trained(out, draft, model)
 
 
+COMMAND_LINE = dict(methods=[mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)}))
+    sys.exit(main(**COMMAND_LINE))

@@ -156,6 +156,8 @@ def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
         yield chunk
 
 
+COMMAND_LINE = dict(methods=[online], ranges={"gamma": (2, 4, 6, 8)})
+
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([online], ranges={"gamma": (2, 4, 6, 8)}))
+    from cli.commands import main  # the command line is in cli/, a folder of this project
+    sys.exit(main(**COMMAND_LINE))

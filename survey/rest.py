@@ -321,6 +321,8 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     save_part(out, "a REST datastore", model, {"tokens": tokens.to(kind)})
 
 
+COMMAND_LINE = dict(methods=[rest], commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)})
+
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([rest], commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)}))
+    sys.exit(main(**COMMAND_LINE))

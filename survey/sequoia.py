@@ -348,6 +348,8 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
         yield chunk
 
 
+COMMAND_LINE = dict(methods=[sequoia], ranges=RANGES)
+
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([sequoia], ranges=RANGES))
+    from cli.commands import main  # the command line is in cli/, a folder of this project
+    sys.exit(main(**COMMAND_LINE))

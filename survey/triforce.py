@@ -306,6 +306,9 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
         yield tokens
 
 
+COMMAND_LINE = dict(
+    methods=[triforce], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}, graphs=False)
+
 if __name__ == "__main__":
-    from cli.main import main  # the command line is in cli/, a folder of this project
-    sys.exit(main([triforce], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}, graphs=False))
+    from cli.commands import main  # the command line is in cli/, a folder of this project
+    sys.exit(main(**COMMAND_LINE))

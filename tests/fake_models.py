@@ -40,10 +40,10 @@ class ScriptedLM:
     def __init__(self, logits_of):
         self.logits_of, self.tokens, self.parents, self.ids, self.trees = logits_of, [], [], [], []
         self.calls, self.rows, self.passes = 0, 0, []
-        self.memo, self.weight, self.cache = {}, torch.zeros(1), KVCache()
+        self.memo, self.weight, self.cache = {}, torch.zeros(10 ** 9, 0), KVCache()
 
     once = EngineLM.once
-    vocab = 10 ** 9
+    vocab = full_vocab = 10 ** 9
     setup_seconds = 0.0
 
     @property

@@ -55,18 +55,21 @@ def note_calls(monkeypatch, place, name: str) -> list[tuple]:
     return given
 
 
-def main(*args, **special) -> int:
-    """Run `cli.main.main`, even if argparse ends the process, and return the exit status."""
+def main(methods: list, report=None, argv: list = (), **table) -> int:
+    """Run the command line of cli/, even if argparse ends the process, and return the exit
+    status."""
     try:
-        return run_command_line(*args, **special)
+        return run_command_line(argv, methods=methods, report=report, **table)
     except SystemExit as end:
         return end.code
 
 
 def script(name: str, *argv) -> int:
-    """Run the last block of a method file, as `python NAME.py ARGV` does; return the exit
-    status."""
+    """Run the command line of cli/ for a method file, or the last block of another file, as
+    `python NAME.py ARGV` does; return the exit status."""
     module = importlib.import_module(name)
+    if hasattr(module, "COMMAND_LINE"):
+        return main(argv=[*argv], **module.COMMAND_LINE)
     block = ast.Module(ast.parse(inspect.getsource(module)).body[-1].body, [])
     before, sys.argv = sys.argv, [f"{name}.py", *argv]
     try:

@@ -43,11 +43,12 @@ MUTANTS = {
         ("length - 1 + ancestors", "length + ancestors", "positions of nodes are one too large"),
         ("inputs.ndim > 2 and hasattr", "False and hasattr",
          "layers that look up embeddings of their own are fed embeddings"),
-        ("rows = logits.float().reshape(-1, logits.shape[-1])", "rows = logits.float()",
-         "top_p is given three dimensions, of which it makes nan")],
+        ("logits.reshape(-1, logits.shape[-1])", "logits",
+         "top_p is given three dimensions, of which it makes nan"),
+        ("not rows.amax(-1).isfinite().all()", "False", "logits that are nan choose a token"),
+        ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
+         "a draft remembers the smallest of its targets")],
     "support/engine.py": [
-        ("if self.writes and not logits", "if False and not logits",
-         "a target whose logits are nan goes on writing"),
         ('"lora_" in name or ', "", "LoRA beside the weights is dropped"),
         ("self.parts = taps, []", "self.parts = taps or self.taps, []",
          "a method reads the features of an earlier one"),
@@ -76,7 +77,7 @@ MUTANTS = {
         ("self.folded, self.states, self.rows = 0, defaultdict(dict), defaultdict(dict)",
          "self.folded, self.rows = 0, defaultdict(dict)", "a new prompt begins with old states"),
         ("[n:]  # as many", "[n - 1:-1]  # as many", "the inputs of a convolution are off by one"),
-        ("keep = max(KEEP, self.back)", "keep = KEEP", "a long draft cannot be taken back")],
+        ("self.cache.keep = 2 *", "keep = 2 *", "each round of a long draft reads the text anew")],
     "jacobi.py": [
         ("chosen[:agreed + 1]", "guesses[:agreed + 1]", "argmaxes become final at a temperature"),
         ("guesses[agreed + 1:]", "y[final + agreed + 1:]", "the other guesses are not recomputed"),
@@ -110,8 +111,6 @@ MUTANTS = {
          "rng.sample(held_out, min(batch, len(held_out)))", "it learns from the held-out answers"),
         ("(consistency + w * ar)", "(w * consistency + ar)", "w weighs the other loss")],
     "survey/cascade.py": [
-        ("for lm in lms:  # so", "for lm in lms[1:]:  # so",
-         "a recurrent target cannot take back a long draft"),
         ("self.text[:same] != text[:same]:", "False:", "rows of rejected tokens are kept"),
         (", text + guesses", ", text", "later drafts go on from the text without the guesses"),
         (":accepted + 1", "-accepted - 1:", "a review hands on the distributions of other tokens")],
@@ -351,15 +350,13 @@ def list_product() -> list[str]:
 
 
 @functools.cache
-def find_functions(file: str, keyword: str = "") -> list[str]:
-    """Return the functions that the last block of a file gives to `main`: its methods, which are
-    the first argument, or those of a keyword, such as "commands"."""
-    found = []
-    calls = [x for x in ast.walk(ast.parse(read(file))) if isinstance(x, ast.Call)]
-    for call in [x for x in calls if ast.unparse(x.func) == "main"]:
-        given = {x.arg: x.value for x in call.keywords} | {"": call.args[0] if call.args else None}
-        found += [x.id for x in getattr(given.get(keyword), "elts", [])]
-    return found
+def find_functions(file: str, keyword: str = "methods") -> list[str]:
+    """Return the functions that a file lists in its COMMAND_LINE, by default its methods."""
+    for node in ast.parse(read(file)).body:
+        if ast.unparse(node).startswith("COMMAND_LINE = "):
+            lists = {x.arg: getattr(x.value, "elts", []) for x in node.value.keywords}
+            return [x.id for x in lists.get(keyword, [])]
+    return []
 
 
 @functools.cache

@@ -18,11 +18,10 @@ from common import (CachedLM, InputError, Sampler, autoregressive, context_lengt
                     greedy, main, trie, until, walk)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, near, tiny
-from helpers import ROOT, prefill
+from helpers import ROOT, prefill, tokens_of
 from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM, check, load
-from support.recurrent import RecurrentCache
 from support.released import read_head
 from survey.another_tokenizer import another_tokenizer
 
@@ -85,7 +84,7 @@ def grow(lm, rng, context: list[int], ids: list[int]) -> None:
     assert lm.parents[old:] == list(range(old - 1, old + n - 1) if parents is None else parents)
     texts = [context + [ids[j] for j in path_to(i, lm.parents)] for i in range(old, old + n)]
     expected, features = alone(lm.model, *texts)
-    close = LOOSE if isinstance(lm.cache, RecurrentCache) else CLOSE
+    close = LOOSE if getattr(lm, "recurrent", False) else CLOSE
     torch.testing.assert_close(logits, expected[n - len(logits):], **close)
     if isinstance(lm, EngineLM):
         torch.testing.assert_close(lm.features, features, **close)
@@ -129,8 +128,7 @@ def test_the_small_command_line_ends_with_the_shortest_context(models, embedded,
     for part in draft, tokenizer:
         part.save_pretrained(tmp_path)
     argv = ["--target", models[1], "--draft", str(tmp_path), "--prompt", text]
-    monkeypatch.setattr("sys.argv", ["speculative.py", *argv])
-    main([speculative])
+    main([speculative], argv=argv)
     assert f"{20 - len(tokenizer.encode(text))} tokens in " in capsys.readouterr().err
 
 
@@ -202,8 +200,10 @@ def test_a_call_that_fails_changes_nothing(wrong, run_as):
 
 
 BEGIN = {  # with a CachedLM of a tiny Llama
-    r"token ids, got \[\[3, 1\]\]$": lambda lm: autoregressive(lm, torch.tensor([[3, 1]])),
-    r"token ids, got \['T'": lambda lm: autoregressive(lm, "Tom"),
+    r"token ids below 61, got \[\[3, 1\]\]$": lambda lm: autoregressive(lm, torch.tensor([[3, 1]])),
+    r"token ids below 61, got \['T'": lambda lm: autoregressive(lm, "Tom"),
+    r"token ids below 61, got \[3, 61\]$": lambda lm: autoregressive(lm, [3, 61]),
+    r"token ids below 61, got \[-1\]$": lambda lm: autoregressive(lm, [-1]),
     "one of them twice$": lambda lm: speculative(lm, lm, [3]),
     "own, got the target's$": lambda lm: another_tokenizer(lm, lm, [3], tokenizers=[]),
     "a draft of 61 tokens, got 45": lambda lm: speculative(
@@ -229,15 +229,29 @@ def test_layers_that_look_up_more_of_a_token_are_not_fed_its_embedding(family, r
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_of_the_target_that_are_no_numbers_are_refused(value):
-    """One embedding is spoiled, that of a token of the answer. A draft may be spoiled."""
+def test_logits_that_are_no_numbers_are_refused(value):
+    """One embedding is spoiled, that of a token of the answer, of the target or of the draft. So is
+    a temperature by which logits are no numbers any more."""
     good = tiny("llama")
-    text = [token for token, _ in zip(chunks(EngineLM(good), EngineLM(good)), range(9))]
+    text = [token for token, _ in zip(chunks(CachedLM(good), CachedLM(good)), range(9))]
     bad = near(good, 0.0)
     bad.get_input_embeddings().weight.data[text[4]] = value
-    assert [x for x, _ in zip(chunks(EngineLM(good), EngineLM(bad)), range(9))] == text
-    with pytest.raises(InputError, match="that are numbers, got others of LlamaForCausalLM"):
-        list(zip(chunks(EngineLM(bad), EngineLM(good)), range(9)))
+    for pair in (good, bad), (bad, good):
+        with pytest.raises(InputError, match="that are numbers, got nan or infinity"):
+            list(zip(chunks(*map(CachedLM, pair)), range(9)))
+    with pytest.raises(InputError, match="at temperature 1e-40"):
+        next(autoregressive(CachedLM(good), [3], sample=Sampler(1e-40)))
+
+
+def test_a_draft_serves_targets_of_several_sizes():
+    """And then it is a target of its own size."""
+    draft, other, text = CachedLM(tiny("llama")), CachedLM(tiny("llama")), [3, 9, 4]
+    for vocab in 20, VOCAB, 30:
+        target = CachedLM(tiny("llama"), vocab)
+        expected = tokens_of(autoregressive(target, text), 8)
+        assert tokens_of(speculative(target, draft, text), 8) == expected and draft.vocab == vocab
+    next(speculative(draft, other, text))
+    assert draft.vocab == other.vocab == VOCAB
 
 
 def chunks(target, draft):

@@ -10,23 +10,19 @@ import torch
 from common import CachedLM, InputError, autoregressive
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
-from helpers import tokens_of
+from helpers import note_calls, tokens_of
 from support.engine import EngineLM
-from support.recurrent import KEEP, RecurrentCache, running
+from support.recurrent import KEEP, RecurrentCache, RecurrentLM, running
 from test_lossless import METHODS, chunks_of
 
 LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
-
-
-def run(model) -> CachedLM:
-    return CachedLM(model, cache=RecurrentCache(model))
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_states_are_those_of_a_fresh_cache(name):
     """After trees, commits and truncates, with tokens that are kept and such that are not."""
     rng, model = random.Random(0), tiny(name, max_position_embeddings=1000)
-    lm, fresh, context = run(model), run(model), LONG[:5]
+    lm, fresh, context = RecurrentLM(model), RecurrentLM(model), LONG[:5]
     lm.start(context)
     for _ in range(40):
         ids = rng.choices(range(VOCAB), k=9)
@@ -50,7 +46,7 @@ def test_a_long_text_in_parts_is_that_of_one_pass(name, monkeypatch):
     model = tiny(name, max_position_embeddings=1000)
     expected = model(input_ids=torch.tensor([LONG]), use_cache=False).logits[0]
     monkeypatch.setattr(CachedLM, "PART", 50)
-    lm = run(model)
+    lm = RecurrentLM(model)
     lm.start(LONG[:150])
     found = [lm.forward(LONG[150:170])]
     lm.commit(range(20))
@@ -83,7 +79,7 @@ def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache
     """Nothing is left of an earlier long prompt. After going back as far as rows are kept, the
     states are those of the shorter text. So are those of a convolution that reads one input."""
     model = tiny(name, max_position_embeddings=1000, **changes)
-    lm = run(model)
+    lm = RecurrentLM(model)
     lm.start(LONG[:200])
     lm.truncate(lm.length - KEEP + 1)
     lm.forward([3, 7])
@@ -102,23 +98,36 @@ def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache
 def test_drafts_of_any_length_are_taken_back(name):
     """Target and drafts are recurrent, and a round drafts more tokens than are always kept."""
     model, prompt = tiny("qwen3.5", max_position_embeddings=1000), LONG[:54]
-    expected = tokens_of(autoregressive(run(model), prompt), 5)
+    expected = tokens_of(autoregressive(RecurrentLM(model), prompt), 5)
     chunks = chunks_of(METHODS[name](model), EngineLM(model), prompt, gamma=48)
     assert tokens_of(chunks, 5) == expected
 
 
 def test_nothing_may_be_committed_at_the_beginning():
-    lm = run(tiny("qwen3.5"))
+    lm = RecurrentLM(tiny("qwen3.5"))
     lm.start([])
     expected = lm.forward([5])
     lm.commit([])
     assert torch.equal(lm.forward([5]), expected)
 
 
-def test_a_model_goes_back_as_far_as_its_rows_are_kept():
-    lm = run(tiny("qwen3.5"))
-    lm.start(LONG[:128])
-    lm.truncate(lm.length - KEEP)
-    said = f"expected {lm.length} tokens or more to stay, got {lm.length - 1}"
-    with pytest.raises(InputError, match=said):
-        lm.truncate(lm.length - 1)
+def test_a_text_is_read_anew_once_if_the_states_have_gone_too_far(monkeypatch):
+    """After that so many rows are kept that a round of the same length goes back by itself."""
+    lm, fresh = RecurrentLM(tiny("qwen3.5")), RecurrentLM(tiny("qwen3.5"))
+    started = note_calls(monkeypatch, CachedLM, "start")
+    lm.start(LONG[:20])
+    for _ in range(3):
+        lm.forward(LONG[20:128])
+        lm.commit(range(108))
+        lm.truncate(20)
+        lm.forward([3, 4], [-1, -1])
+        lm.commit([1])
+        fresh.start(LONG[:20] + [4])
+        torch.testing.assert_close(lm.forward([5]), fresh.forward([5]), atol=1e-4, rtol=1e-4)
+        lm.truncate(20)
+    assert [args[0] for args in started].count(lm) == 2
+    lm.forward(lm.weight[[7] * 108].detach())
+    lm.commit(range(108))
+    lm.cache.fold(100)
+    with pytest.raises(InputError, match="that was fed tokens, got embeddings"):
+        lm.truncate(21)
