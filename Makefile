@@ -20,7 +20,7 @@ PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 .PHONY: demo test mutants bench gpu models picture clean
 
 demo: .venv/ready
-	$(RUN) speculative.py --show --compare
+	$(RUN) -m cli speculative --show --compare
 
 # Two processes, one on each of two cores, run the tests from both ends until they meet.
 test: .venv/ready

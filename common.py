@@ -464,8 +464,9 @@ def parse(function, defaults: dict, argv: list[str]) -> dict:
     function  a method or a command. Its arguments that are numbers, switches or texts are options
     defaults  further options with their defaults. An option without a default must be given
     """
-    parser = argparse.ArgumentParser(description=function.__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=function.__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = {name: type(x) for name, x in defaults.items()}
     takes = function.__annotations__.items()
     kinds |= {name: kind for name, kind in takes if kind in (bool, int, float, str, Path)}
@@ -480,6 +481,7 @@ def parse(function, defaults: dict, argv: list[str]) -> dict:
 
 def encode(tokenizer, text: str, chat: bool) -> list[int]:
     """Turn a prompt into token ids, within the model's chat template if `chat` is true."""
+    text.encode()  # an error for half of a character, which no tokenizer takes
     if chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
                                              add_generation_prompt=True)
@@ -555,9 +557,10 @@ def main(methods: list, commands=(), lossy=(), target: str = "target", argv=None
     target    the folder in models/ that has the default target
     argv      the command line. None: that of this process
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--method", choices=[x.__name__ for x in methods])
     args, argv = parser.parse_known_args(argv)
+    transformers.utils.logging.disable_progress_bar()  # only the answer and figures are printed
     try:
         for command in commands:
             if argv[:1] == [command.__name__]:

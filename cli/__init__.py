@@ -1,5 +1,6 @@
-"""This is the command line of the method files. No method needs it; a reader begins with main.py.
+"""This is the rich command line of the method files, `python -m cli NAME`. No method needs it.
 
+__main__.py    finds the file that a NAME means. Then read main.py
 main.py        loads models, decodes, prints, compares and tunes, as a command line says
 commands.py    trains, collects and measures, for files that have such commands
 options.py     makes options of a method's keyword arguments, and --help of its docstring

@@ -1,4 +1,4 @@
-"""Draws a Jacobi trajectory in the terminal, as CLLM's Fig. 2: `python jacobi.py --show`."""
+"""Draws a Jacobi trajectory in the terminal, as CLLM's Fig. 2: `python -m cli jacobi --show`."""
 import sys
 
 

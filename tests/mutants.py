@@ -288,7 +288,7 @@ MUTANTS = {
          "an answer exceeds the context"),
         ("args.top_k, args.top_p, args.seed", "args.top_k, args.top_p", "--seed is ignored"),
         ("return int(exact and found", "return int(False and found", "--compare never fails"),
-        ("run.method not in lossy", "True", "--compare checks lossy methods")],
+        ("run.method not in session.table.lossy", "True", "--compare checks lossy methods")],
     "cli/options.py": [
         ("args and name not in", "args and name in", "an option of another method is ignored"),
         ("name in args}", "name in args and vars(args)[name]}", "an option of 0 is forgotten")],

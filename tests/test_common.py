@@ -1,8 +1,10 @@
 """These tests take common.py function by function: trees, passes, sampling, loading."""
 import collections
+import functools
 import gc
 import math
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConf
 from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
                                                     TopPLogitsWarper)
 
+import common
+import jacobi
+import speculative as speculative_file
 from cli.graphs import GraphedLM
 from cli.loading import load_checked
 from cli.run import Run
@@ -18,7 +23,7 @@ from common import (CachedLM, InputError, Sampler, autoregressive, context_lengt
                     greedy, main, trie, until, walk)
 from fake_models import Zeros, path_to
 from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, near, tiny
-from helpers import ROOT, prefill, tokens_of
+from helpers import ROOT, interrupting, prefill, tokens_of
 from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM, check, load
@@ -121,15 +126,75 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
                                            **CLOSE)
 
 
-def test_the_small_command_line_ends_with_the_shortest_context(models, embedded, monkeypatch,
-                                                               capsys, tmp_path):
-    tokenizer, text = embedded[2], "Tom has 3 apples."
+LOADED = functools.cache(common.load)
+
+
+@pytest.fixture
+def small(models, embedded, monkeypatch, capsys, tmp_path):
+    """Run a file by the command line of common.py; return its status, stdout and stderr. The draft
+    has a context of 20 tokens, and no tokenizer of the embedded models has a template for chats."""
+    tokenizer = embedded[2]
     draft = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=20)
     for part in draft, tokenizer:
         part.save_pretrained(tmp_path)
-    argv = ["--target", models[1], "--draft", str(tmp_path), "--prompt", text]
-    main([speculative], argv=argv)
-    assert f"{20 - len(tokenizer.encode(text))} tokens in " in capsys.readouterr().err
+    monkeypatch.setattr(common, "load", LOADED)
+
+    def small(*argv, file=speculative_file):
+        capsys.readouterr()
+        roles = ["--target", models[1], *["--draft", str(tmp_path)] * (file is speculative_file)]
+        try:
+            status = main(argv=[*roles, *argv], **file.COMMAND_LINE)
+        except SystemExit as end:
+            status = end.code
+        return status or 0, *capsys.readouterr()
+    return small
+
+
+def test_the_small_command_line_ends_with_the_shortest_context(small, embedded):
+    text = "Tom has 3 apples."
+    assert f"{20 - len(embedded[2].encode(text))} tokens in " in small("--prompt", text)[2]
+
+
+def test_the_small_command_line_prints_all_blanks_and_characters(small, embedded, monkeypatch):
+    """The tokens are bytes of text with indents and with characters of several bytes. All ids count,
+    even if some are missing below them."""
+    target, _, tokenizer = embedded
+    text = "def f(x):\n    if x:\n        return 'é 🍐'\n"
+    ids, seen = tokenizer.encode(text), []
+
+    def say(target: CachedLM, prompt, *, sample=greedy, log=None):
+        seen.append(target.vocab)
+        yield from ([token] for token in ids * 2)
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda _: {"a": 0, "b": 300})
+    argv = [*SHORT[:3], str(len(ids))]
+    assert small(*argv, file=SimpleNamespace(COMMAND_LINE={"methods": [say]}))[1] == text
+    assert seen == [301]
+
+
+SHORT = ["--prompt", "Tom", "--max-new-tokens", "3"]
+MISTAKES = {  # command lines, and what is said of each
+    "surrogates not allowed$": [speculative_file, "--prompt", "\udc80"],
+    "strictly positive float": [speculative_file, *SHORT, "--temperature", "-1"],
+    "numbers, got nan or infinity .* 1e-40$": [speculative_file, *SHORT, "--temperature", "1e-40"],
+    "got models/nowhere": [jacobi, *SHORT, "--target", "models/nowhere"],
+    "expected a model .* device": [speculative_file, *SHORT, "--device", "nope"],
+    "room for an answer of 1 token or more, got -[0-9]+$": [speculative_file, "--prompt", "apples " * 40],
+    "chat_template is not set": [speculative_file, *SHORT, "--chat"],
+    "unrecognized arguments: --W 3$": [jacobi, *SHORT, "--W", "3"],
+    "invalid choice: 'nope'": [jacobi, "--method", "nope"],
+    "--n must be 2 or more, got 1$": [jacobi, *SHORT, "--n", "1"]}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes_on_the_small_command_line_are_named_in_one_line(small, said):
+    file, *argv = MISTAKES[said]
+    status, out, err = small(*argv, file=file)
+    assert (status, out, err.count("\n")) == (2, "", 1) and re.search(said, err), err
+
+
+def test_the_small_command_line_stops(small, monkeypatch):
+    monkeypatch.setattr("common.encode", interrupting(lambda *_: None, 1))
+    assert small(*SHORT) == (130, "", "")
 
 
 @pytest.mark.parametrize("run_as", [CachedLM, GraphedLM])

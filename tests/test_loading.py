@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from cli.commands import encode_data, encode_pair
 from cli.loading import encode_prompts, load_checked
+import common
 from common import InputError
 from families import tiny
 from helpers import ROOT, fork, script
@@ -84,8 +85,9 @@ def test_weights_that_a_model_may_have_besides_are_ignored(folder):
     change_weights(folder, lambda tensors: tensors | {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
         "medusa_head.0.weight": torch.ones(4, 4)})
-    model, _ = load(str(folder), "cpu", "float32")
-    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+    for read in load, common.load:
+        model, _ = read(str(folder), "cpu", "float32")
+        assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
 
 
 def cut_off(folder) -> None:
@@ -129,6 +131,9 @@ def test_what_is_wrong_with_a_directory_is_said(folder, damage, said):
     if said[0].isdigit():
         with pytest.raises(InputError, match=said):
             load(str(folder), "cpu", "float32")
+    if "eos_token_id" not in said and "integers" not in said:  # common.py reads no files itself
+        with pytest.raises(InputError, match="^expected a (whole Llama|model directory)"):
+            common.load(str(folder), "cpu", "float32")
 
 
 def stem_of(weights: dict) -> str:
