@@ -71,6 +71,14 @@ def commands_of(text: str) -> list[list[str]]:
     return found
 
 
+def small_main(name: str, words: list[str]) -> int:
+    """Run the command line of common.py for one of the six files; return the status."""
+    try:
+        return main(argv=words, **importlib.import_module(name).COMMAND_LINE) or 0
+    except SystemExit as end:
+        return end.code
+
+
 def problem_of(command: list[str], capsys) -> str:
     """Return what is wrong with a command, by its script's own parser, which stops it then.
 
@@ -81,20 +89,26 @@ def problem_of(command: list[str], capsys) -> str:
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         return " ".join(x for x in words if "=" not in x and x not in targets)
-    module = words[0] == "-m"
+    rich = words[0] == "-m"  # the command line of cli/, and else that of common.py
+    if words[:2] == ["-m", "cli"]:
+        words = ["-m", list_files().get(words[2], words[2]), *words[3:]]
     file = words[0]
-    if module:
+    if rich:
         file = words[1].replace("hybrid", "hybrid.hybrid").replace(".", "/") + ".py"
     if not (ROOT / file).is_file():
         return file
     prompts = str(ROOT / "models/examples.jsonl")
-    words = [word for word in words[2 if module else 1:] if word != "$asked"]
+    words = [word for word in words[2 if rich else 1:] if word != "$asked"]
     for i in [i for i, word in enumerate(words[:-1]) if word == "--prompts"]:
         words[i + 1] = prompts
     rows = [words[i + 1].split()[0] for i, word in enumerate(words) if word == "--row"]
     folder, _, stem = file.removesuffix(".py").rpartition("/")
     name = f"{folder}.{stem}" if folder in ("survey", "hybrid") else stem
-    status, said = script(name, *words), capsys.readouterr().err
+    if name in SIX and not rich:
+        status = small_main(name, words)
+    else:
+        status = script(name, *words)
+    said = capsys.readouterr().err
     if status and "the following arguments are required" not in said:
         return said.splitlines()[-1]
     return " ".join(row for row in rows if row not in METHODS)
