@@ -4,10 +4,10 @@ jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until
                 Santilli et al., "Accelerating Transformer Inference for Translation via Parallel
                 Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
                 Large Language Models", arXiv 2403.00835, Alg. 3
-lookahead       W columns of guesses stand ahead of the text. Each call runs one Jacobi iteration on
-                them, which adds a token to every column. A column of N tokens is an n-gram, and all
-                but its first become guesses. Fu et al., "Break the Sequential Dependency of LLM
-                Inference Using Lookahead Decoding", arXiv 2402.02057
+lookahead       A window of W columns of guesses stands ahead of the text. Each call runs one Jacobi
+                iteration on it, which adds a token to every column. A column of N tokens is an
+                n-gram, and all but its first become guesses. Fu et al., "Break the Sequential
+                Dependency of LLM Inference Using Lookahead Decoding", arXiv 2402.02057
 prompt_lookup   Tokens that followed an earlier copy of the text's last token become guesses.
                 Saxena, "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
@@ -30,26 +30,20 @@ Call 2 guessed "mat" in the right place, although the "cat" before it was wrong.
 make four tokens final. The last of them, "and", is the next root. If the guess at position 4 had
 also been right, the argmax at position 5 would be final, and would be the next root.
 
-The lookahead window with W = 3 columns and N = 4 has N - 1 = 3 levels. A letter is a level. A
-number says how many positions after the root the token would stand:
+The lookahead window with W = 3 columns and N = 4 has N - 1 = 3 levels. Column i is a path below the
+root: i tokens of level 0, then one token of each later level. The letters a, b and c are the levels
+0, 1 and 2. A number says how many positions after the root the token would stand:
 
-    column       0      1      2            the same window as a token tree
-    level 0    root    a1     a2
-    level 1     b1     b2     b3            root ─┬─ a1 ─┬─ a2 ─── b3 ─── c4 ─> d5    column 2
-    level 2     c2     c3     c4                  │      └─ b2 ─── c3 ─> d4           column 1
-    new         d3     d4     d5                  └─ b1 ─── c2 ─> d3                  column 0
+    level 0                   level 1    level 2    new
+    root ─┬─ a1 ─┬─ a2 ────── b3 ─────── c4 ──────> d5      column 2
+          │      └─────────── b2 ─────── c3 ──────> d4      column 1
+          └────────────────── b1 ─────── c2 ──────> d3      column 0
 
-The window starts as one level of W + N - 2 = 5 tokens. While it grows, a call adds a level and
-drops a column. Here numbers count from the first root. Each later root replaces the first token of
-level a:
-
-    call 1    root  a1  a2  a3  a4                     gives b1 … b5; drops root and b1
-    call 2    root  a2  a3  a4 │ b2  b3  b4  b5        gives c3 … c6; drops root, b2 and c3
-    call 3    root  a3  a4 │ b3  b4  b5 │ c4  c5  c6   is full: the picture, where a3 is a1
-
-One call gives the new level d, the argmax (─>) after each token of level 2. Each column is now an
-n-gram: column 2 is a2, b3, c4 and d5. Then level 0 is dropped, and the others move up by one. The
-next root takes the place of b1.
+All columns and the guesses of the pool make one trie, which a call is fed. The argmax (─>) after
+each column is its new token. One token of each level and the new one make an n-gram: a2 b3 c4 d5 in
+column 2, a1 b2 c3 d4 in column 1, and root b1 c2 d3 in column 0. Then level 0 is dropped, and the
+next root takes the place of b1. At first the window is one level of W + N - 2 = 5 tokens. While it
+grows, each call adds a level and drops a column.
 
 Departures:
 - Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
@@ -63,14 +57,15 @@ Departures:
   after the other, without a tree. Here: n-grams with equal beginnings share nodes, and one sample
   after each node is compared with the guesses. Why: the distribution is the same, with fewer rows,
   and each node needs one draw.
-- The window. Released code: it moves by one position a call. With ALWAYS_FWD_ONE = 0 it moves by
-  all tokens that the call adds. Here: always by one. After a longer chunk its tokens stand for
-  later positions than they were computed for. Why: n-grams are only guesses.
+- One tree. Paper: only the n-grams of the pool are verified, in rows apart from the window's. Here:
+  the window is verified too. Why: one trie is simpler, and rows that both need are computed once.
+- The window. Released code, when sampling: it may move by all tokens that a call adds
+  (ALWAYS_FWD_ONE = 0), and random tokens of the prompt replace an EOS in the newest level. Here: it
+  moves by one position a call, and an EOS stays. So a token comes to stand for a later position
+  than it was computed for, by one for each accepted guess. Why: n-grams are only guesses.
 - Lookahead's pool. Released code: it has the window's n-grams, and the text's only with
   POOL_FROM_PROMPT. It is read once the window is full. Here: it has both unless `prompt_ngrams` is
   off, and is read from the first call. Why: answers repeat the text.
-- EOS in the window. Released code: random tokens of the prompt replace it in the newest level.
-  Here: it stays. Why: n-grams are only guesses.
 - Prompt lookup. Saxena: a guess has 10 tokens, those after the first match of the last 3 tokens, or
   else of 2 or 1. Here: N - 1 tokens after each of the G newest matches of the last token. Why: one
   pool serves both methods.
@@ -78,6 +73,7 @@ Departures:
 Left out: lookahead on several GPUs, and Santilli's PJ and HGJ. PJ runs Jacobi iteration over the
 whole answer. HGJ goes on token by token after a given length. `jacobi` is Santilli's PGJ.
 """
+import itertools
 import random
 import sys
 from typing import Iterator
@@ -85,7 +81,32 @@ from typing import Iterator
 from common import CachedLM, InputError, Sampler, begin, greedy, main, trie, walk
 
 
-# ------------------------------------------------------------------------------------ Jacobi
+# ------------------------------------------------------------------------ the pool of n-grams
+class NgramPool:
+    """Keep n-grams, which are tuples of tokens, and find the newest ones by their first token.
+
+    ngrams   for each first token its n-grams, the oldest first. They are the keys of a dictionary,
+             which serves as a set with an order
+    """
+
+    def __init__(self):
+        self.ngrams = {}
+
+    def add(self, ngram: tuple[int, ...]) -> None:
+        """Add an n-gram as the newest one. It may be known already."""
+        self.remove(ngram)
+        self.ngrams.setdefault(ngram[0], {})[ngram] = None
+
+    def remove(self, ngram: tuple[int, ...]) -> None:
+        """Remove an n-gram if the pool has it."""
+        self.ngrams.get(ngram[0], {}).pop(ngram, None)
+
+    def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
+        """Return at most n n-grams that begin with a token, the newest first."""
+        return list(itertools.islice(reversed(self.ngrams.get(token, {})), n))
+
+
+# -------------------------------------------------------------------------------- the methods
 def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
     """Guess the n - 1 tokens that follow the root in a block, and recompute in each call all
@@ -133,36 +154,6 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
         root = chunk[-1]  # the last final token: y[-1], or the token after it
 
 
-# ------------------------------------------------------------------ prompt lookup, lookahead
-class NgramPool:
-    """Keep the newest n-grams, which are tuples of N tokens, and find them by their first token.
-
-    G         how many n-grams of one first token are kept, 1 or more
-    guesses   for each first token a list of continuations, the newest last. A continuation is a
-              list of the other N - 1 tokens of an n-gram
-    """
-
-    def __init__(self, G: int):
-        self.G = G
-        self.guesses = {}
-
-    def add(self, ngrams: list[tuple[int, ...]]) -> None:
-        """Add n-grams, each as the newest one of its first token. Known ones move to the end."""
-        for first, *guess in ngrams:
-            others = [other for other in self.newest(first) if other != guess]
-            self.guesses[first] = [*others, guess][-self.G:]
-
-    def newest(self, token: int) -> list[list[int]]:
-        """Return what followed a token in its newest n-grams, the newest of them last."""
-        return self.guesses.get(token, [])
-
-
-def last_ngrams(text: list[int], N: int, new: int) -> list[tuple[int, ...]]:
-    """Return the n-grams (of N tokens) that end in one of the last `new` tokens of a text."""
-    first = max(len(text) - new - N + 1, 0)
-    return [tuple(text[i:i + N]) for i in range(first, len(text) - N + 1)]
-
-
 def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 15,
                   sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Guess the tokens that followed the text's last token earlier in the text.
@@ -170,69 +161,26 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
     N: tokens of an n-gram, 2 or more. It gives N - 1 guesses
     G: how many n-grams a call verifies, the newest ones, 1 or more
 
-    Yields chunks of 1 to N tokens. For each call it logs {"guessed", "accepted", "rows"}, the
-    numbers of guesses, of accepted guesses, and of all rows.
+    Yields chunks of 1 to N tokens. For each call it logs {"guessed", "accepted"}, the numbers of
+    guesses and of accepted guesses.
     """
+    if N < 2 or G < 1:
+        raise InputError(f"--N must be 2 or more and --G 1 or more, got {N=}, {G=}")
     chunk = begin(prompt, target)  # the prompt is the first chunk of the text
     text = []
-    pool = NgramPool(G)
+    pool = NgramPool()
     while True:
         text += chunk
-        pool.add(last_ngrams(text, N, len(chunk)))
+        for ngram in last_ngrams(text, N, len(chunk)):
+            pool.add(ngram)
         # The guesses, which followed the root earlier in the text, make a tree
-        ids, parents, _ = trie(text[-1], pool.newest(text[-1]))
+        root = text[-1]
+        ids, parents, _ = trie(root, [ngram[1:] for ngram in pool.newest(root, G)])
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
         target.commit(path)
         if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "rows": len(ids)})
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
-
-
-def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
-    """Add the lookahead window to a tree whose node 0 is the root.
-
-    levels    the tokens of each level, level 0 first
-    ids       the tree's tokens, changed in place
-    parents   the tree's parents, changed in place
-    returns   the nodes of the last level. The argmaxes after these nodes are the window's new level
-
-    The root stands for the first token of level 0, so `levels[0][0]` is not read. The other tokens
-    of level 0 are a chain below the root. Every token of a later level hangs below the token that
-    stands in the same column one level up.
-    """
-    nodes = [0]
-    for token in levels[0][1:]:
-        ids.append(token)
-        parents.append(nodes[-1])
-        nodes.append(len(ids) - 1)
-    for level in levels[1:]:
-        above = nodes
-        nodes = []
-        for token, parent in zip(level, above):
-            ids.append(token)
-            parents.append(parent)
-            nodes.append(len(ids) - 1)
-    return nodes
-
-
-def move_window(levels: list[list[int]], root: int, new: list[int],
-                N: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-    """Move the lookahead window by one position after a call.
-
-    levels    the tokens of each level in this call. Level 0 comes first
-    root      the root of this call. It stood for the first token of level 0
-    new       the argmaxes after the last level's tokens
-    N         tokens of an n-gram. A window that has grown to its size has N - 1 levels
-    returns   the levels of the next call, and the n-grams that this call completed
-
-    A window that still grows completes no n-gram. It gets one level more and has one column less.
-    """
-    if len(levels) < N - 1:
-        levels = [level[1:] for level in levels]
-        return [*levels, new[1:]], []
-    first = [root, *levels[0][1:]]
-    columns = zip(first, *levels[1:], new)
-    return [*levels[1:], new], list(columns)
 
 
 def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G: int = 15,
@@ -246,12 +194,15 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     G: how many n-grams that begin with the root a call verifies, the newest ones, 1 or more
     prompt_ngrams: the n-grams of the prompt and of the text as it grows enter the pool too
 
-    Yields chunks of 1 to N tokens. It logs what prompt_lookup logs. The window counts as rows only.
+    Yields chunks of 1 to N tokens, or to W + N - 2 if the window is right. It logs what
+    prompt_lookup logs, and counts the window's tokens as guesses.
     """
+    if N < 2 or min(W, G) < 1:
+        raise InputError(f"--N must be 2 or more, --W and --G 1 or more, got {N=}, {W=}, {G=}")
     prompt = begin(prompt, target)
     text = []
     chunk = prompt  # the prompt is the first chunk of the text
-    pool = NgramPool(G)
+    pool = NgramPool()
     # levels[l][i] guesses the token about i + l positions after the root. The window starts as one
     # level of W + N - 2 tokens, the root and random ones. It loses a column each time that it gets
     # a level, which happens N - 2 times.
@@ -259,32 +210,71 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     while True:
         text += chunk
         root = text[-1]
+        levels[0][0] = root  # whatever was guessed in its place
         if prompt_ngrams:
-            pool.add(last_ngrams(text, N, len(chunk)))
-        # Verification branch (Section 3.2): the n-grams that begin with the root make a trie
-        ids, parents, _ = trie(root, pool.newest(root))
-        size = len(ids)
-        # Lookahead branch (Section 3.1): the window hangs below the root too, apart from the trie
-        last_level = add_window(levels, ids, parents)
-        logits = target.forward(ids, parents)  # [nodes, V]; both branches in one call (Section 3.3)
-        path, chunk = walk(ids[:size], parents[:size], sample(logits[:size]))
+            for ngram in last_ngrams(text, N, len(chunk)):
+                pool.add(ngram)
+        # Verification branch (Section 3.2): what followed the root in the pool's n-grams
+        guesses = [ngram[1:] for ngram in pool.newest(root, G)]
+        # Lookahead branch (Section 3.1): the columns. One call is fed both branches (Section 3.3)
+        ids, parents, paths = trie(root, guesses + columns_of(levels))
+        logits = target.forward(ids, parents)  # [nodes, V]
+        path, chunk = walk(ids, parents, sample(logits))
         target.commit(path)
-        levels, found = move_window(levels, root, greedy(logits[last_level]), N)
-        pool.add(found)
+        # The argmaxes after the columns are the window's new level
+        ends = [nodes[-1] for nodes in paths[len(guesses):]]
+        levels, ngrams = move_window(levels, greedy(logits[ends]), N)
+        for ngram in ngrams:
+            pool.add(ngram)
         if log is not None:
-            log.append({"guessed": size - 1, "accepted": len(path) - 1, "rows": len(ids)})
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
 
 
-# ------------------------------------------------------------------------- the command line
+# -------------------------------------------------------------------- n-grams and the window
+def last_ngrams(text: list[int], N: int, new: int) -> list[tuple[int, ...]]:
+    """Return the n-grams (of N tokens) that end in one of the last `new` tokens of a text."""
+    first = max(len(text) - new - N + 1, 0)
+    return [tuple(text[i:i + N]) for i in range(first, len(text) - N + 1)]
+
+
+def columns_of(levels: list[list[int]]) -> list[list[int]]:
+    """Return the columns of a lookahead window, each as a path below the root.
+
+    levels    the tokens of each level, level 0 with the root first
+    returns   for column i the first i tokens after the root in level 0, then token i of each later
+              level
+    """
+    return [levels[0][1:i + 1] + [level[i] for level in levels[1:]] for i in range(len(levels[0]))]
+
+
+def move_window(levels: list[list[int]], new: list[int],
+                N: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+    """Move the lookahead window by one position after a call.
+
+    levels    the tokens of each level in this call, level 0 with the root first
+    new       the argmax after each column
+    N         tokens of an n-gram. A window that has grown to its size has N - 1 levels
+    returns   the levels of the next call, whose root is yet to replace the first token of level 0;
+              and the n-grams that this call completed
+
+    A window that still grows completes no n-gram. It gets one level more and has one column less.
+    """
+    levels = [*levels, new]
+    if len(levels) < N:
+        return [level[1:] for level in levels], []
+    return levels[1:], list(zip(*levels))
+
+
+# -------------------------------------------------------------------------- the command line
 def report(run) -> str:
     """Return a line that says what the calls of a run of the command line did."""
     if run.method is jacobi:
         calls = [len(block["states"]) - 1 for block in run.log]
         return f"{len(calls)} blocks, {sum(calls) / len(calls):.2f} calls for each"
-    rows, guessed, accepted = (sum(r[name] for r in run.log) / len(run.log)
-                               for name in ("rows", "guessed", "accepted"))
-    return f"a call: {rows:.1f} rows, {guessed:.1f} of them guesses, {accepted:.2f} accepted"
+    guessed, accepted = (sum(r[name] for r in run.log) / len(run.log)
+                         for name in ("guessed", "accepted"))
+    return f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted"
 
 
 COMMAND_LINE = dict(

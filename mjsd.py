@@ -56,6 +56,84 @@ from common import CachedLM, InputError, Sampler, begin, greedy, main
 import torch
 
 
+# ------------------------------------------------------------------------------- the methods
+def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
+         sample: Sampler = greedy, eos: set[int] = frozenset(),
+         log: list | None = None) -> Iterator[list[int]]:
+    """Decode the likeliest K tokens at a time, by beam search on the target itself.
+
+    This is multi-token joint greedy decoding (Def. 3.1). K is the same in every step, as in Fig. 1.
+
+    K:     tokens decoded together, 1 or more. 1 is greedy decoding
+    beams: beams that stay after each token of the search, 1 or more. With V ** (K - 1) of them the
+           search finds the argmax itself
+    eos    tokens that end a beam
+
+    Yields chunks of K tokens, or fewer if an EOS ends the chunk. For each chunk it logs {"logp"},
+    the joint log-probability in nats. The search takes a target call for each level, K at most.
+    Raises InputError above temperature 0.
+    """
+    if min(K, beams) < 1 or sample.temperature > 0:
+        raise InputError("--K and --beams must be 1 or more and --temperature 0, got "
+                         f"{K=}, {beams=}, temperature={sample.temperature}")
+    root = begin(prompt, target)[-1]
+    while True:
+        # The best beam approximates the argmax over all texts of K tokens.
+        best = beam_search(target, [root], K, beams, sample, eos)[0]
+        if not best.tokens:
+            raise InputError("expected logits that are numbers, got nan from the target")
+        target.commit(best.nodes[:len(best.tokens)])  # the root and all new tokens but the last
+        root = best.tokens[-1]
+        if log is not None:
+            log.append({"logp": best.logps[-1]})
+        yield best.tokens
+
+
+def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4, beams: int = 8,
+         tau: float = 0.1, sample: Sampler = greedy, eos: set[int] = frozenset(),
+         log: list | None = None) -> Iterator[list[int]]:
+    """Draft by beam search, and accept the longest prefix that is jointly likely enough:
+    multi-token joint speculative decoding (Alg. 1).
+
+    gamma: tokens of a beam (γ), 1 or more. An EOS may end it earlier
+    beams: beams of the draft's beam search, 1 or more
+    tau:   accept a prefix if min(1, p / q) is above this (τ), 0 or more. 1 accepts nothing, so the
+           output is the target's own. 0 accepts every prefix with p > 0
+    eos    tokens that end a beam
+
+    Yields chunks of 1 to gamma + 1 tokens. For each round it logs {"guessed", "accepted"}, the
+    number of tokens of the best beam, and how many of them are accepted.
+    """
+    if min(gamma, beams) < 1 or not tau >= 0:
+        raise InputError("--gamma and --beams must be 1 or more and --tau 0 or more, got "
+                         f"{gamma=}, {beams=}, {tau=}")
+    text = begin(prompt, target, draft)
+    while True:  # one iteration of Algorithm 1. All probabilities are logarithms here
+        unseen = text[draft.length:]  # what the draft has not cached yet
+        best = beam_search(draft, unseen, gamma, beams, sample, eos)[0]  # line 3
+        x = best.tokens
+        q = best.logps  # q[i] is the draft's joint log-probability of x_1 … x_i
+        logits = target.forward([text[-1], *x])  # line 4
+        P = log_probs(logits, sample)  # [len(x) + 1, V]; row i - 1 is the target's for x_i
+        # The paper prints η ← -1 and η ← j. The text of Section 3.2 shows that 0 and i are meant.
+        p = 0.0  # line 6
+        eta = 0
+        for i, j in enumerate(x, 1):  # lines 7 and 8
+            p += P[i - 1, j].item()  # line 9
+            if math.exp(min(p - q[i], 0.0)) > tau:  # line 10: min(1, p / q) > τ. Nan never passes
+                eta = i  # line 11: the longest accepted prefix so far
+        [t] = sample(logits[eta:eta + 1])  # lines 15 and 16
+        target.commit(range(eta + 1))
+        # The draft has not been fed t, and perhaps not x_η.
+        draft.commit(best.nodes[:len(unseen) + eta])
+        chunk = [*x[:eta], t]
+        text += chunk
+        if log is not None:
+            log.append({"guessed": len(x), "accepted": eta})
+        yield chunk  # line 17
+
+
+# ------------------------------------------------------------------------------- beam search
 def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
     """Compute the log-probabilities of single tokens, whose sums are joint log-probabilities.
 
@@ -68,7 +146,6 @@ def log_probs(logits: torch.Tensor, sample: Sampler) -> torch.Tensor:
     return sample.probs(logits).log()
 
 
-# ------------------------------------------------------------------------------- beam search
 @dataclass
 class Beam:
     """Hold some tokens that may follow the text.
@@ -147,80 +224,6 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
     return found
 
 
-# ---------------------------------------------------------------------------------- decoding
-def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
-         sample: Sampler = greedy, eos: set[int] = frozenset(),
-         log: list | None = None) -> Iterator[list[int]]:
-    """Decode the likeliest K tokens at a time, by beam search on the target itself.
-
-    This is multi-token joint greedy decoding (Def. 3.1). K is the same in every step, as in Fig. 1.
-
-    K:     tokens decoded together, 1 or more. 1 is greedy decoding
-    beams: beams that stay after each token of the search, 1 or more. With V ** (K - 1) of them the
-           search finds the argmax itself
-    eos    tokens that end a beam
-
-    Yields chunks of K tokens, or fewer if an EOS ends the chunk. For each chunk it logs {"logp"},
-    the joint log-probability in nats. The search takes a target call for each level, K at most.
-    Raises InputError above temperature 0.
-    """
-    if sample.temperature > 0:
-        raise InputError(f"--temperature must be 0 for joint greedy decoding, got "
-                         f"{sample.temperature}")
-    root = begin(prompt, target)[-1]
-    while True:
-        # The best beam approximates the argmax over all texts of K tokens.
-        best = beam_search(target, [root], K, beams, sample, eos)[0]
-        if not best.tokens:
-            raise InputError("expected logits that are numbers, got nan from the target")
-        target.commit(best.nodes[:len(best.tokens)])  # the root and all new tokens but the last
-        root = best.tokens[-1]
-        if log is not None:
-            log.append({"logp": best.logps[-1]})
-        yield best.tokens
-
-
-def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4, beams: int = 8,
-         tau: float = 0.1, sample: Sampler = greedy, eos: set[int] = frozenset(),
-         log: list | None = None) -> Iterator[list[int]]:
-    """Draft by beam search, and accept the longest prefix that is jointly likely enough:
-    multi-token joint speculative decoding (Alg. 1).
-
-    gamma: tokens of a beam (γ), 1 or more. An EOS may end it earlier
-    beams: beams of the draft's beam search, 1 or more
-    tau:   accept a prefix if min(1, p / q) is above this (τ), 0 or more. 1 accepts nothing, so the
-           output is the target's own. 0 accepts every prefix with p > 0
-    eos    tokens that end a beam
-
-    Yields chunks of 1 to gamma + 1 tokens. For each round it logs {"drafted", "accepted"}, the
-    number of tokens of the best beam, and how many of them are accepted.
-    """
-    text = begin(prompt, target, draft)
-    while True:  # one iteration of Algorithm 1. All probabilities are logarithms here
-        unseen = text[draft.length:]  # what the draft has not cached yet
-        best = beam_search(draft, unseen, gamma, beams, sample, eos)[0]  # line 3
-        x = best.tokens
-        q = best.logps  # q[i] is the draft's joint log-probability of x_1 … x_i
-        logits = target.forward([text[-1], *x])  # line 4
-        P = log_probs(logits, sample)  # [len(x) + 1, V]; row i - 1 is the target's for x_i
-        # The paper prints η ← -1 and η ← j. The text of Section 3.2 shows that 0 and i are meant.
-        p = 0.0  # line 6
-        eta = 0
-        for i, j in enumerate(x, 1):  # lines 7 and 8
-            p += P[i - 1, j].item()  # line 9
-            if math.exp(min(p - q[i], 0.0)) > tau:  # line 10: min(1, p / q) > τ. Nan never passes
-                eta = i  # line 11: the longest accepted prefix so far
-        [t] = sample(logits[eta:eta + 1])  # lines 15 and 16
-        target.commit(range(eta + 1))
-        # The draft has not been fed t, and perhaps not x_η.
-        draft.commit(best.nodes[:len(unseen) + eta])
-        chunk = [*x[:eta], t]
-        text += chunk
-        if log is not None:
-            log.append({"drafted": len(x), "accepted": eta})
-        yield chunk  # line 17
-
-
 # -------------------------------------------------------------------------- the command line
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
     """Compute the perplexity of outputs under the target's own distribution. Eq. 1, all together.
@@ -244,13 +247,13 @@ def report(run) -> str:
             f"{perplexity(run.models['target'], *zip(*pairs)):.3f}")
     if run.method is mjgd:
         return text
-    drafted = sum(r["drafted"] for r in run.log) / len(run.log)
+    guessed = sum(r["guessed"] for r in run.log) / len(run.log)
     accepted = sum(r["accepted"] for r in run.log) / len(run.log)
-    return (f"a round: {drafted:.2f} tokens drafted, {accepted:.2f} accepted; "
+    return (f"a round: {guessed:.2f} tokens drafted, {accepted:.2f} accepted; "
             f"{run.models['draft'].calls} draft calls; {text}")
 
 
-COMMAND_LINE = dict(methods=[mjsd, mjgd], report=report, lossy=[mjsd, mjgd],
+COMMAND_LINE = dict(methods=[mjsd, mjgd], lossy=[mjsd, mjgd], report=report,
                     ranges={"gamma": (1, 2, 3, 4, 5, 6, 8), "beams": (1, 2, 4, 8)})
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ besides the drafted tokens, each draft call computes a *window* of guesses of la
 with γ = 3 and β = 3, where the pool holds the phrases "sat on the", "mat and then" and "mat by me",
 and the text ends in "sat":
 
-    draft (3.1)      sat ── on ── the                          one draft call is fed the root, the
-                     on     the   mat                          window and the phrase "sat on the".
-                                                               It chooses d: on, the, mat
-    lengthen (3.2)   sat ── on ── the ── mat ─┬─ and ── then   one target call is fed the root, d
-                                              └─ by ─── me     and both phrases that begin with mat
-    verify           on     the   mat    and    slept          the target's choices after sat, on,
-                                                               the, mat and "and" are the chunk
-    learn (3.3)      mat and then ─> mat and slept             in the pool the target's choices
-                     mat by me    ─> mat and …                 replace the tokens of both suffixes
+    draft (3.1)    fed     sat ── on ── the                         one draft call is fed the root,
+                   chosen  on     the   mat                         the window and "sat on the". It
+                                                                    drafts d: on, the, mat
+    lengthen (3.2) fed     sat ── on ── the ── mat ─┬─ and ── then  one target call is fed the root,
+                                                    └─ by ─── me    d and both phrases of "mat"
+    verify         chosen  on     the   mat    and     slept        the choices after sat, on, the,
+                                                       …            mat and "and" are the chunk
+    learn (3.3)    mat and then ─> mat and slept                    in the pool the choices replace
+                   mat by me    ─> mat and …                        the tokens of both suffixes
 
 The target chose "slept" after "and", so "then" is rejected. It chose "and" after "mat", so "by" is
 rejected, and … is what it chose after "by". All of d was accepted. If tokens of d had been
@@ -40,11 +40,11 @@ its position. The target chooses the argmax, or above temperature 0 one sample a
 
 Departures:
 - Verification. Paper: segments of discarded tokens that match the target's choices make phrases,
-  and unused suffixes are corrected after a full acceptance. Here: a phrase begins with a discarded
-  token, even a wrong one. The target agreed with its middle tokens, and chose its last one. All
-  suffixes are corrected in every round. Why: the released code (github.com/thunlp/Ouroboros) makes
-  such phrases in add_extra_ngram. It means to correct suffixes after a rejection too, but counts
-  lists there instead of tokens, and so corrects none.
+  and unused suffixes are corrected after a full acceptance. Here: any discarded token may begin a
+  phrase, whose last token is the target's choice (see `phrases_of`). All suffixes are corrected in
+  every round. Why: the loop `ouroboros` of the released code (github.com/thunlp/Ouroboros) makes
+  such phrases. It means to correct suffixes after a rejection too, but counts lists there instead
+  of tokens, and so corrects none.
 - Sampling. Paper: phrases of verification have tokens that are drawn from the target. Here: they
   have its argmaxes. Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
 - Shared nodes. Paper: each suffix has a v of its own (Eq. 8). Here: equal beginnings share nodes
@@ -52,11 +52,11 @@ Departures:
 - Sizes. Paper: γ is 2 to 6 or 7 to 14, W is 15 to 20 and β is 5 to 7 (Table 10). There is no number
   for G, the phrases that a draft call tries. Here: γ is 6, W is 2, β is 3 and G is 4. Why: on a CPU
   each row of a call costs time.
-- The window after a rejection. Paper: nothing is said. Here: the draft's window moves on by one
-  position a draft call, as if nothing had been rejected. Why: it holds only guesses, and the
-  released code keeps it too (continue_ctx).
-- Whole phrases. Released code: a draft is cut after γ tokens. Here: its last phrase stays whole.
-  Why: the draft model has chosen these tokens already.
+- The window. Paper: nothing is said. Here: it moves on by one position a draft call, as if nothing
+  had been rejected. Its tokens are drafted, as those of a phrase are, if the draft model chooses
+  them. Why: it holds only guesses. The released code keeps it after a rejection too (continue_ctx).
+- Whole phrases. Released code: a draft is cut after γ tokens. Here: all tokens of its last draft
+  call stay. Why: the draft model has chosen them already.
 - The pool. Released code: at most guess_set_size phrases begin with one token, and they are tried
   once the window is full. Here: the pool keeps all, and a draft call tries the G newest, from the
   first call on. Why: G bounds what a call costs, and a shared pool has phrases from the start.
@@ -72,34 +72,35 @@ from common import CachedLM, InputError, Sampler, begin, greedy, main, trie, wal
 
 
 # -------------------------------------------------------------------------- the pool of phrases
-class PhrasePool:
-    """Keep phrases, which are tuples of tokens, and find the newest ones by their first token.
+# This class is copied from jacobi.py. A phrase is an n-gram of β tokens.
+class NgramPool:
+    """Keep n-grams, which are tuples of tokens, and find the newest ones by their first token.
 
-    phrases   for each first token its phrases, the oldest first. They are the keys of a dictionary,
-              which serves as a set with an order
+    ngrams   for each first token its n-grams, the oldest first. They are the keys of a dictionary,
+             which serves as a set with an order
     """
 
     def __init__(self):
-        self.phrases = {}
+        self.ngrams = {}
 
-    def add(self, phrase: tuple[int, ...]) -> None:
-        """Add a phrase as the newest one. It may be known already."""
-        self.remove(phrase)
-        self.phrases.setdefault(phrase[0], {})[phrase] = None
+    def add(self, ngram: tuple[int, ...]) -> None:
+        """Add an n-gram as the newest one. It may be known already."""
+        self.remove(ngram)
+        self.ngrams.setdefault(ngram[0], {})[ngram] = None
 
-    def remove(self, phrase: tuple[int, ...]) -> None:
-        """Remove a phrase if the pool has it."""
-        self.phrases.get(phrase[0], {}).pop(phrase, None)
+    def remove(self, ngram: tuple[int, ...]) -> None:
+        """Remove an n-gram if the pool has it."""
+        self.ngrams.get(ngram[0], {}).pop(ngram, None)
 
     def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
-        """Return at most n phrases that begin with a token, the newest first."""
-        return list(itertools.islice(reversed(self.phrases.get(token, {})), n))
+        """Return at most n n-grams that begin with a token, the newest first."""
+        return list(itertools.islice(reversed(self.ngrams.get(token, {})), n))
 
 
 # ------------------------------------------------------------------------------------ the method
 def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 6, W: int = 2,
               beta: int = 3, K: int = 3, G: int = 4, phrases: bool = True,
-              lengthen: bool = True, verification: bool = True, pool: PhrasePool | None = None,
+              lengthen: bool = True, verification: bool = True, pool: NgramPool | None = None,
               sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
     """Draft at least gamma tokens phrase by phrase. Verify the drafted tokens, and the phrases that
     may follow them as suffixes, in one target call.
@@ -113,18 +114,19 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     lengthen: lengthen the draft by phrases that begin with its last token (3.2)
     verification: make phrases of what the target discards (3.3)
 
-    Yields chunks of 1 to gamma + 2 beta - 1 tokens. For each round it logs {"drafted", "calls",
-    "accepted", "matched", "phrases"}. "drafted" and "calls" count drafted tokens and draft calls.
-    "accepted" counts accepted tokens, those of a suffix too. "matched" is #Match of Eq. 10 for the
-    drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
-    that verification made.
+    Yields chunks of 1 to gamma + W + 2 beta - 2 tokens. For each round it logs {"guessed",
+    "accepted", "calls", "matched", "phrases"}. The first two count guesses and accepted guesses, and
+    those of suffixes are among them. "calls" counts draft calls. "matched" is #Match of Eq. 10 for
+    the drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the
+    phrases that verification made.
 
     Prompts that are given the same `pool` share its phrases (3.4). None: a new pool.
     """
-    if beta < 2:
-        raise InputError(f"--beta must be 2 or more, got {beta}")
+    if min(gamma, W, K, G) < 1 or beta < 2:
+        raise InputError("--gamma, --W, --K and --G must be 1 or more and --beta 2 or more, got "
+                         f"{gamma=}, {W=}, {K=}, {G=}, {beta=}")
     if pool is None:
-        pool = PhrasePool()
+        pool = NgramPool()
     text = begin(prompt, target, draft)
     drafter = Drafter(draft, text, pool, W if phrases else 0, beta, G, sample.seed)
     while True:
@@ -138,10 +140,9 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         while len(d) < gamma:
             d += drafter.step((text + d)[draft.length:])
         # Section 3.2, Eq. 7: the K newest phrases that begin with the last token of d lengthen the
-        # draft. The trie is given d first, which `learn` relies on.
+        # draft. The trie is given d first, so node i is the i-th token of d.
         tried = pool.newest(d[-1], K) if lengthen else []
-        lengthened = [d + list(phrase[1:]) for phrase in tried]
-        ids, parents, paths = trie(text[-1], [d, *lengthened])
+        ids, parents, paths = trie(text[-1], [d, *(d + list(phrase[1:]) for phrase in tried)])
         # Eq. 2 and 8: compute in one call what the target chooses after every node.
         logits = target.forward(ids, parents)  # [nodes, V]
         best = greedy(logits)  # argmaxes, for the phrases of verification (Departures, Sampling)
@@ -151,45 +152,35 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         target.commit(path)
         accepted = len(path) - 1
         text += chunk
-        # Section 3.3: discarded tokens become phrases, which the next rounds may draft with.
-        found = learn(pool, d, best, tried, paths[1:], accepted, beta) if verification else []
+        # Section 3.3: corrected suffixes replace the phrases that were tried, and discarded tokens
+        # become phrases. The next rounds may draft with them.
+        found = []
+        if verification:
+            found = correct_suffixes(d, best, paths[1:]) + phrases_of(d, best, accepted, beta)
+            for phrase in tried:
+                pool.remove(phrase)
+            for phrase in found:
+                pool.add(phrase)
         if log is not None:
-            log.append({"drafted": len(d), "calls": draft.calls - calls_before,
-                        "accepted": accepted, "matched": sum(x == y for x, y in zip(d, best)),
-                        "phrases": found})
+            log.append({"guessed": len(ids) - 1, "accepted": accepted,
+                        "calls": draft.calls - calls_before,
+                        "matched": sum(x == y for x, y in zip(d, best)), "phrases": found})
         yield chunk
 
 
 # -------------------------------------------------- Section 3.3: phrases from the verification
-def learn(pool: PhrasePool, d: list[int], best: list[int], tried: list[tuple[int, ...]],
-          paths: list[list[int]], A: int, beta: int) -> list[tuple[int, ...]]:
-    """Put corrected suffixes and phrases of discarded tokens into the pool (Section 3.3).
+def correct_suffixes(d: list[int], best: list[int],
+                     paths: list[list[int]]) -> list[tuple[int, ...]]:
+    """Replace the tokens of suffixes by the target's choices: p_1 … p_β becomes p_1 v_2 … v_β.
 
-    pool      the PhrasePool, changed in place
-    d         the drafted tokens
+    d         the drafted tokens. The last one is p_1, and its node is len(d)
     best      for each node of the tree the target's argmax after it
-    tried     the phrases that were tried as suffixes, the newest first
-    paths     for each of these phrases the nodes of the root, of d and of the suffix
-    A         how many tokens were accepted. Those of a suffix count too
-    beta      tokens of a phrase (β)
-    returns   the phrases that were put into the pool, the newest last
+    paths     for each suffix the nodes of the root, of d and of p_2 … p_β, the newest phrase first
+    returns   the corrected phrases, the newest last
 
-    Node 0 is the root, and node i is the i-th token of d, since the tree was built with d first. So
-    for i up to len(d), best[i] is the argmax after d[:i].
+    The choice v_i is the argmax after p_(i-1). So the argmax after p_β is not needed.
     """
-    for phrase in tried:
-        pool.remove(phrase)
-    found = []
-    # `paths` begins with the newest phrase. The reverse order keeps that phrase the newest.
-    for nodes in reversed(paths):
-        # The phrase p_1 … p_β becomes p_1 and the argmaxes after p_1 … p_(β-1). Node len(d) is p_1.
-        # The argmax after p_β, the last node, is not needed.
-        choosing = nodes[len(d):-1]
-        found.append((d[-1], *(best[node] for node in choosing)))
-    found += phrases_of(d, best, A, beta)
-    for phrase in found:
-        pool.add(phrase)
-    return found
+    return [(d[-1], *(best[node] for node in path[len(d):-1])) for path in reversed(paths)]
 
 
 def phrases_of(d: list[int], best: list[int], A: int, beta: int) -> list[tuple[int, ...]]:
@@ -227,14 +218,14 @@ class Drafter:
 
     draft    the model that drafts
     prompt   the text. The window starts with random tokens of it
-    pool     the PhrasePool whose phrases are tried. The phrases that the window finds are added
+    pool     the NgramPool whose phrases are tried. The phrases that the window finds are added
     W        columns of the window. 0 switches phrases off. Then a call drafts one token
     beta     tokens of a phrase (β). It is the N of lookahead decoding
     G        how many phrases are tried in one call, at most
     seed     a number that chooses the window's first tokens
     """
 
-    def __init__(self, draft: CachedLM, prompt: list[int], pool: PhrasePool, W: int, beta: int,
+    def __init__(self, draft: CachedLM, prompt: list[int], pool: NgramPool, W: int, beta: int,
                  G: int, seed: int):
         self.draft = draft
         self.pool = pool
@@ -246,127 +237,96 @@ class Drafter:
         if W > 0:
             # The window starts as one level of W + β - 2 tokens, the root and random ones. It loses
             # a column each time that it gets a level, which happens β - 2 times.
-            first = random.Random(seed).choices(prompt, k=W + beta - 3)
-            self.levels = [[prompt[-1], *first]]
+            self.levels = [[prompt[-1], *random.Random(seed).choices(prompt, k=W + beta - 3)]]
 
     def step(self, unseen: list[int]) -> list[int]:
         """Draft the next tokens in one call.
 
         unseen    the newest tokens of text and draft, which the draft model has not cached. The
-                  last one is the root of the tree
+                  last one is the root, below which guesses and window hang
         returns   the tokens that follow, 1 or more. All of them but the last are now cached
         """
-        *chain, root = unseen
-        guesses = []  # if phrases are switched off there is neither a guess nor a window
+        root = unseen[-1]
+        chain = unseen[1:]  # it hangs below the first unseen token, and ends with the root
+        guesses = columns = []  # if phrases are switched off there is neither a guess nor a window
         if self.levels:
-            guesses = [phrase[1:] for phrase in self.pool.newest(root, self.G)]
-        ids, parents, _ = trie(root, guesses)
-        size = len(ids)  # the root and the guesses. Later nodes are the window's, never accepted
-        last_level = add_window(self.levels, ids, parents) if self.levels else []
-        # The chain is put above the tree, so that one call is fed both.
-        logits = self.draft.forward(*hang(chain, ids, parents))[len(chain):]
-        chosen = greedy(logits)
-        path, tokens = walk(ids[:size], parents[:size], chosen)
-        self.draft.commit([*range(len(chain)), *(len(chain) + node for node in path)])
+            self.levels[0][0] = root
+            guesses = [list(phrase[1:]) for phrase in self.pool.newest(root, self.G)]
+            columns = columns_of(self.levels)
+        ids, parents, paths = trie(unseen[0], [chain + x for x in [[], *guesses, *columns]])
+        chosen = greedy(self.draft.forward(ids, parents))
+        chosen[:len(chain)] = chain  # these tokens are known, whatever the draft model chooses
+        path, tokens = walk(ids, parents, chosen)
+        self.draft.commit(path)
         if self.levels:
-            new = [chosen[node] for node in last_level]
-            self.levels, phrases = move_window(self.levels, root, new, self.beta)
+            new = [chosen[nodes[-1]] for nodes in paths[1 + len(guesses):]]
+            self.levels, phrases = move_window(self.levels, new, self.beta)
             for phrase in phrases:
                 self.pool.add(phrase)
-        return tokens
+        return tokens[len(chain):]
 
 
-# ------------------------------------- the tree of a draft call: the window, and unseen tokens
-# The next two functions are copied from jacobi.py. The window with W = 2 and β = 3:
+# -------------------------------------------------------------------- the window of a draft call
+# The next two functions are copied from jacobi.py. The window with W = 2 and β = 3, whose columns
+# are "q" and "p r":
 #
-#     level 0     sat ── p     Level 0 is a chain below the root. Level 1 hangs below it, column by
-#                  │     │     column. The argmaxes complete the phrases "sat q s" and "p r t".
-#     level 1      q     r     The next call has its own root and r in level 0, s and t in level 1.
-#                  │     │
-#     argmaxes     s     t
-def add_window(levels: list[list[int]], ids: list[int], parents: list[int]) -> list[int]:
-    """Add the lookahead window to a tree whose node 0 is the root.
+#     level 0             level 1    new
+#     sat ─┬─ p ───────── r ───────> t      The argmaxes complete the phrases "sat q s" and "p r t".
+#          └───────────── q ───────> s      The next call has its own root and r in level 0, and s
+#                                           and t in level 1.
+def columns_of(levels: list[list[int]]) -> list[list[int]]:
+    """Return the columns of a lookahead window, each as a path below the root.
 
-    levels    the tokens of each level, level 0 first
-    ids       the tree's tokens, changed in place
-    parents   the tree's parents, changed in place
-    returns   the nodes of the last level. The argmaxes after these nodes are the window's new level
-
-    The root stands for the first token of level 0, so `levels[0][0]` is not read. The other tokens
-    of level 0 are a chain below the root. Every token of a later level hangs below the token that
-    stands in the same column one level up.
+    levels    the tokens of each level, level 0 with the root first
+    returns   for column i the first i tokens after the root in level 0, then token i of each later
+              level
     """
-    nodes = [0]
-    for token in levels[0][1:]:
-        ids.append(token)
-        parents.append(nodes[-1])
-        nodes.append(len(ids) - 1)
-    for level in levels[1:]:
-        above = nodes
-        nodes = []
-        for token, parent in zip(level, above):
-            ids.append(token)
-            parents.append(parent)
-            nodes.append(len(ids) - 1)
-    return nodes
+    return [levels[0][1:i + 1] + [level[i] for level in levels[1:]] for i in range(len(levels[0]))]
 
 
-def move_window(levels: list[list[int]], root: int, new: list[int],
+def move_window(levels: list[list[int]], new: list[int],
                 N: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
     """Move the lookahead window by one position after a call.
 
-    levels    the tokens of each level in this call. Level 0 comes first
-    root      the root of this call. It stood for the first token of level 0
-    new       the argmaxes after the last level's tokens
+    levels    the tokens of each level in this call, level 0 with the root first
+    new       the argmax after each column
     N         tokens of an n-gram. A window that has grown to its size has N - 1 levels
-    returns   the levels of the next call, and the n-grams that this call completed
+    returns   the levels of the next call, whose root is yet to replace the first token of level 0;
+              and the n-grams that this call completed
 
     A window that still grows completes no n-gram. It gets one level more and has one column less.
     """
-    if len(levels) < N - 1:
-        levels = [level[1:] for level in levels]
-        return [*levels, new[1:]], []
-    first = [root, *levels[0][1:]]
-    columns = zip(first, *levels[1:], new)
-    return [*levels[1:], new], list(columns)
-
-
-def hang(chain: list[int], ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """Put a chain of uncached tokens above a tree, so that one call feeds both.
-
-    A draft model needs that if its cache ends before the context does.
-
-    Here "the" and "cat" are such a chain, and "sat" is the root of a tree of three nodes:
-
-                                the cat sat  on   in
-        node of the tree                 0    1    2
-        parents of the tree             -1    0    0
-        node of the whole         0   1   2    3    4        node i of the tree is len(chain) + i
-        parents of the whole     -1   0   1    2    2
-
-    chain     the tokens before the root, perhaps none
-    ids       the tokens of the tree
-    parents   the parents of the tree
-    returns   ids and parents of the chain with the tree below it
-    """
-    return chain + ids, [*range(-1, len(chain) - 1), *(len(chain) + p for p in parents)]
+    levels = [*levels, new]
+    if len(levels) < N:
+        return [level[1:] for level in levels], []
+    return levels[1:], list(zip(*levels))
 
 
 # ------------------------------------------------------------------------------ the command line
+def predict(accepted: float, calls: float, cost: float) -> float:
+    """Compute the speed-up that Eq. 6 predicts.
+
+    accepted   the mean number of accepted tokens of a round, A(γ + β)
+    calls      the mean number of draft calls of a round, γ / c
+    cost       the time of a draft call divided by that of a target call, t_draft / t_target
+    """
+    return (accepted + 1) / (calls * cost + 1)
+
+
 def report(run) -> str:
     """Return lines that say what a round did, and which speed-up Eq. 6 predicts for its costs."""
     target, draft = run.models["target"], run.models["draft"]
-    drafted, calls, accepted, matched = (sum(r[name] for r in run.log) / len(run.log)
-                                         for name in ("drafted", "calls", "accepted", "matched"))
+    guessed, accepted, calls, matched = (sum(r[name] for r in run.log) / len(run.log)
+                                         for name in ("guessed", "accepted", "calls", "matched"))
     cost = (draft.seconds / draft.calls) / (target.seconds / target.calls)
-    return (f"a round: {drafted:.2f} tokens drafted in {calls:.2f} draft calls, {matched:.2f} are "
-            f"the target's argmax, {accepted:.2f} accepted, those of suffixes too\npredicted "
-            f"speed-up {(accepted + 1) / (calls * cost + 1):.2f}x, if a draft call costs "
-            f"{cost:.2f} of a target call")
+    return (f"a round: {guessed:.2f} guesses, {accepted:.2f} accepted; {calls:.2f} draft calls, of "
+            f"whose tokens {matched:.2f} are the target's argmax\npredicted speed-up "
+            f"{predict(accepted, calls, cost):.2f}x, a draft call costing {cost:.2f} of a target "
+            f"call")
 
 
 COMMAND_LINE = dict(
-    methods=[ouroboros], report=report, shared={"pool": PhrasePool},
+    methods=[ouroboros], report=report, shared={"pool": NgramPool},
     ranges={"gamma": (2, 3, 4, 6, 8, 10, 12, 14), "W": (1, 2, 4, 8, 12, 16, 20),
             "beta": (3, 4, 5, 6, 7)})
 

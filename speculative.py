@@ -113,13 +113,14 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
     verification: token for Leviathan's and Chen's rule, block for Sun's
 
     Yields chunks of 1 to gamma + 1 tokens: the accepted guesses and one token more. For each round
-    it logs {"drafted", "accepted"}, the numbers of guesses and of accepted guesses.
+    it logs {"guessed", "accepted"}, the numbers of guesses and of accepted guesses.
     """
-    if not 0 <= confidence < 1:
-        raise InputError(f"--confidence must be 0 or more and below 1, got {confidence}")
-    if verification not in VERIFICATIONS:
-        raise InputError(f"--verification must be token or block, got {verification!r}")
-    verify = VERIFICATIONS[verification]
+    rules = {"token": verify_tokens, "block": verify_block}
+    if gamma < 1 or not 0 <= confidence < 1 or verification not in rules:
+        raise InputError("--gamma must be 1 or more, --confidence 0 or more and below 1, and "
+                         f"--verification token or block, got {gamma=}, {confidence=}, "
+                         f"{verification=}")
+    verify = rules[verification]
     text = begin(prompt, target, draft)
     while True:
         # Leviathan, Alg. 1, first step: sample x_1 … x_γ from q_1 … q_γ, with a draft call for each
@@ -146,7 +147,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         target.commit(range(1 + accepted))
         draft.truncate(min(draft.length, len(text) - 1))
         if log is not None:
-            log.append({"drafted": len(guesses), "accepted": accepted})
+            log.append({"guessed": len(guesses), "accepted": accepted})
         yield chunk
 
 
@@ -189,9 +190,10 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
         joint[i + 1] = (joint[i] * ratio).clamp(max=1)
     scaled = joint * target_probs  # [γ+1, V], joint_i p(x)
     Z = (scaled[:-1] - draft_probs).clamp(min=0).sum(-1, keepdim=True)  # [γ, 1], Z_0 … Z_{γ-1}
-    # If joint_i is 1 and Z_i is 0, then h_i is 0 / 0, nan, and its coin fails. That is harmless:
-    # the two distributions of the next token are the same, so joint_{i+1} is 1 as well.
-    h = torch.cat([Z / (Z + 1 - joint[:-1]), joint[-1:]])[1:]  # h_1 … h_γ, without h_0
+    # 0 / 0 if joint_i is 1 and both distributions of the next token are the same. Then joint_{i+1}
+    # is 1 too, and a later coin is sure to pass, so that h_i may be any number.
+    h = (Z / (Z + 1 - joint[:-1])).nan_to_num(0)
+    h = torch.cat([h, joint[-1:]])[1:]  # [γ, 1], h_1 … h_γ, without h_0
     passed = sample.uniform(h.shape, h.device) < h
     accepted = 0
     for i, coin in enumerate(passed[:, 0].tolist(), 1):
@@ -200,38 +202,41 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     return accepted, draw_next(scaled, draft_probs, accepted, sample)
 
 
-VERIFICATIONS = {"token": verify_tokens, "block": verify_block}  # by the option's values
-
-
 # ------------------------------------------------------------------------- the command line
+def predict(gamma: float, alpha: float, c: float) -> tuple[float, float]:
+    """Return the tokens per call that Leviathan's Eq. 1 predicts, and Theorem 3.8's speed-up.
+
+    Both assume drafts of equal length, `verify_tokens`, and that each tried guess is accepted with
+    probability alpha whatever became of the others. Theorem 3.8 takes a call that verifies to cost
+    as much as a call with one row. If it costs more, the speed-up is smaller.
+
+    gamma   guesses of a round (γ)
+    alpha   the share of accepted guesses, of those up to the first rejected one of each round (α)
+    c       the time of a draft call divided by that of a target call
+    """
+    per_call = gamma + 1  # the limit of the formula for α = 1, where it would divide by 0
+    if alpha < 1:
+        per_call = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    return per_call, per_call / (gamma * c + 1)
+
+
 def report(run) -> str:
     """Return two lines: how many guesses were accepted, and the speed-up that this predicts.
-
-    Leviathan's Eq. 1 predicts the tokens per call from γ and α, and Theorem 3.8 the speed-up from
-    γ, α and c. Both assume drafts of equal length, `verify_tokens`, and that each tried guess is
-    accepted with probability α whatever became of the others.
-
-    α   of the guesses up to the first rejected one of each round, the share that is accepted
-    c   the time of a draft call divided by that of a target call. Theorem 3.8 takes a call that
-        verifies to cost as much as a call with one row. If it costs more, the speed-up is smaller
 
     run   the record that cli/ keeps of a run: its models, with their calls and seconds, and its log
     """
     target, draft = run.models.values()
-    drafted = sum(r["drafted"] for r in run.log)
+    guessed = sum(r["guessed"] for r in run.log)
     accepted = sum(r["accepted"] for r in run.log)
     # A round rejects one guess, unless all are accepted or the end of the answer cut the round off.
-    tried = accepted + sum(r["accepted"] < r["drafted"] and "cut" not in r for r in run.log)
+    tried = accepted + sum(r["accepted"] < r["guessed"] and "cut" not in r for r in run.log)
     alpha = accepted / tried
-    gamma = drafted / len(run.log)
     c = (draft.seconds / draft.calls) / (target.seconds / target.calls)
-    per_call = gamma + 1  # the limit of the formula for α = 1, where it would divide by 0
-    if alpha < 1:
-        per_call = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-    return (f"accepted {accepted} of {drafted} drafted tokens, {accepted / len(run.log):.2f} a "
+    per_call, speed_up = predict(guessed / len(run.log), alpha, c)
+    return (f"accepted {accepted} of {guessed} drafted tokens, {accepted / len(run.log):.2f} a "
             f"round; {draft.calls} draft calls\nacceptance rate {alpha:.1%} of {tried} tried; "
             f"predicted from it, a draft call costing {c:.2f} of a target call: {per_call:.2f} "
-            f"tokens per call, speed-up {per_call / (gamma * c + 1):.2f}x")
+            f"tokens per call, speed-up {speed_up:.2f}x")
 
 
 COMMAND_LINE = dict(methods=[speculative], report=report,

@@ -19,19 +19,14 @@ def kind_for(method, run_as: type[EngineLM], name: str = "target") -> type[Engin
     return run_as if issubclass(run_as, own) else type(own.__name__, (own, run_as), {})
 
 
-def guesses_of(record: dict) -> int:
-    """Return how many guesses a round had, which some methods call drafted tokens."""
-    return record.get("guessed", record.get("drafted", 0))
-
-
 def count_guesses(run) -> str:
     """Say in a line what the rounds of a run were like on average, and count the draft calls.
 
-    run   the run. A record of its log has "accepted", "guessed" or "drafted", and "layers" where a
-          model drafts with some of its own: how many of them ran one after the other
+    run   the run. A record of its log has "guessed", "accepted", and "layers" where a model drafts
+          with some of its own: how many of them ran one after the other
     """
     rounds = len(run.log)
-    guesses = sum(map(guesses_of, run.log)) / rounds
+    guesses = sum(record["guessed"] for record in run.log) / rounds
     accepted = sum(record["accepted"] for record in run.log) / rounds
     said = f"a round: {guesses:.1f} guesses, {accepted:.2f} accepted"
     if "layers" in run.log[0]:

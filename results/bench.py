@@ -43,7 +43,7 @@ from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import Table, run_script  # noqa: E402
 from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
-from cli.run import Run, guesses_of, kind_for  # noqa: E402
+from cli.run import Run, kind_for  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, autoregressive, context_length, eos_ids  # noqa: E402
 from models import tasks  # noqa: E402
@@ -459,7 +459,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
               or depth_of(bench.target) * sum(results.sums(method, "calls")))
     cells = {"method": method, "tokens per target call": f"{per_call:.2f}",
              "rows a call": f"{results.per_call(method, 'rows'):.1f}",
-             "guesses a call": f"{mean(map(guesses_of, log or [{}])):.1f}",
+             "guesses a call": f"{mean(x.get('guessed', 0) for x in log or [{}]):.1f}",
              "target layers a token": f"{layers / sum(results.sums(method, 'tokens')):.1f}",
              "tokens/s": f"{median(results.speeds(method)):.0f}",
              "x AR": f"{median(ratios):.2f}", "range": f"{min(ratios):.2f} to {max(ratios):.2f}"}

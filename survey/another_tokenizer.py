@@ -241,7 +241,7 @@ def another_tokenizer(target: EngineLM, draft: EngineLM, prompt: list[int], *, t
     gamma: tokens drafted a round, 1 or more
     verification: token or block, as in speculative.py
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted"} a round.
 
     `tokenizers` are the target's and the draft's.
     """

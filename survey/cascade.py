@@ -248,7 +248,7 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     grams: path of a datastore (python -m survey.rest build), whose bigrams Max-Gram uses. An empty
            path means no bigrams
 
-    Yields chunks of 1 to gamma + D tail + 1 tokens, with D times --draft; logs {"drafted",
+    Yields chunks of 1 to gamma + D tail + 1 tokens, with D times --draft; logs {"guessed",
     "accepted"} a round.
     """
     followers = target.once(count_bigrams, grams, target.model)
@@ -266,7 +266,7 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
         if log is not None:
             # The target's call had a row for the root, and one for each guess.
             rows, _, _ = target.passes[-1]
-            log.append({"drafted": rows - 1, "accepted": len(tokens) - 1})
+            log.append({"guessed": rows - 1, "accepted": len(tokens) - 1})
         yield tokens
 
 

@@ -144,7 +144,7 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
     adaptive:  move the threshold after each round so that 0.9 of the guesses is accepted
     blocks:    the file of the blocks to leave out, made by `python -m survey.draft_verify search`
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted", "layers"} a round.
 
     In the log "layers" is how many layers ran one after the other, where a block counts as half a
     layer. In Python, `skipped` may name the blocks in place of the file: for each kind of block,
@@ -184,7 +184,7 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
             goal = move_threshold(threshold, share, len(guesses) == gamma)  # Eq. 6
             threshold = 0.9 * threshold + 0.1 * goal  # Eq. 7, β_2 = 0.9
         if log is not None:
-            log.append({"drafted": len(guesses), "accepted": accepted,
+            log.append({"guessed": len(guesses), "accepted": accepted,
                         "layers": len(guesses) * layers_of_draft + layers_of_target})
         yield guesses[:accepted] + [root]
 

@@ -140,7 +140,7 @@ def early_exit(target: EngineLM, prompt: list[int], *, gamma: int = 6, threshold
                the exit's distribution before temperature, top-k and top-p, 0 or more
     exit:      the file of an exit, made by `python -m survey.early_exit train`
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted", "layers"} a round.
 
     In the log "layers" is how many layers ran one after the other, where the adapter counts as
     half a layer. In Python, `trained` may be an Exit, which takes the place of the file.

@@ -96,7 +96,7 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
     threshold  a draft ends after a guess that had a smaller draft probability (early_exit.py).
                0: no draft ends before gamma tokens
     sample     draws the guesses and judges them
-    log        gets {"drafted", "accepted", "layers"} of each round. None: nothing is logged
+    log        gets {"guessed", "accepted", "layers"} of each round. None: nothing is logged
     yields     chunks of 1 to gamma + 1 tokens
     """
     E = depth_of(target.model) - depth_of(late.model)
@@ -131,7 +131,7 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
         if log is not None:
             adapter = (depth_of(early.model) - E) / 2  # it has no MLP, so it is half a layer
             layers = len(hidden) * (E + adapter) + depth_of(late.model)  # without adapter γ E + L
-            log.append({"drafted": len(guesses), "accepted": accepted, "layers": layers})
+            log.append({"guessed": len(guesses), "accepted": accepted, "layers": layers})
         yield guesses[:accepted] + [root]
 
 
@@ -148,7 +148,7 @@ def layerskip(target: EngineLM, prompt: list[int], *, E: int = 0, gamma: int = 4
     tuning: the file of the low-rank changes, made by `python -m survey.layerskip tune`. If it is
             empty, the target decodes as it is, and E must be given
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "layers"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted", "layers"} a round.
 
     In the log "layers" is how many layers ran one after the other.
     """

@@ -59,7 +59,7 @@ def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: 
     gamma      tokens drafted a round, at most
     fallback   drafting stops where the draft's largest probability (at temperature 1) is below this
     sample     `greedy`, or a Sampler
-    log        a list that gets {"drafted", "accepted"} a round, or None
+    log        a list that gets {"guessed", "accepted"} a round, or None
     Yields chunks of 1 to gamma + 1 tokens.
     """
     prompt = begin(prompt, target, draft)
@@ -90,7 +90,7 @@ def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: 
         draft.commit(range(fed))
         unseen = [*final[fed:], root]
         if log is not None:
-            log.append({"drafted": len(guesses), "accepted": accepted})
+            log.append({"guessed": len(guesses), "accepted": accepted})
         yield [*guesses[:accepted], root]
 
 
@@ -107,7 +107,7 @@ def bild(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5
     rollback: reject a guess whose -log p under the target (nats, at temperature 1) is above this, 0
               or more
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted"} a round.
     """
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         log_p = logits.log_softmax(-1).gather(-1, guesses)
@@ -128,7 +128,7 @@ def specdec(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     tau:   log p of a guess may be lower than log p of the best by this much (τ, in nats, at
            temperature 1), 0 or more
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted"} a round.
     """
     def passes(logits: torch.Tensor, guesses: torch.Tensor) -> torch.Tensor:
         if beta == 1 or tau == 0:

@@ -104,7 +104,7 @@ def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: st
     L:      look-ahead tokens, 0 or more. With 0, all that were trained
     tokens: the file of the look-ahead tokens, made by `python -m survey.masks train`
 
-    Yields chunks of 2 to L + 2 tokens; logs {"drafted", "accepted"} a round.
+    Yields chunks of 2 to L + 2 tokens; logs {"guessed", "accepted"} a round.
 
     `trained` is used instead of the file.
     """
@@ -131,7 +131,7 @@ def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: st
         accepted, root = verify(target_probs, probs[1:], guesses, sample)
         target.commit(range(1 + accepted))
         if log is not None:
-            log.append({"drafted": len(guesses), "accepted": accepted})
+            log.append({"guessed": len(guesses), "accepted": accepted})
         yield [first, *guesses[:accepted], root]
 
 
@@ -146,7 +146,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
             machine
     tuning: the file of the model's changes, made by `python -m survey.masks tune`
 
-    Yields chunks of 1 to k + 1 tokens; logs {"drafted", "accepted", "rows"} a call.
+    Yields chunks of 1 to k + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
 
     The same seed draws the same tokens only if k is given, because the clock chooses it anew in
     each run.
@@ -183,7 +183,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         groups = logits[n:].view(n, k, logits.shape[1])
         candidates = greedy(groups[path[-1]])
         if log is not None:
-            log.append({"drafted": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
+            log.append({"guessed": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
         yield chunk
 
 

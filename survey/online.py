@@ -143,7 +143,7 @@ def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
     divergence: what a step reduces, D(target, draft), which is forward-kl, reverse-kl or jsd
     lr:    the learning rate of a step
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round.
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted"} a round.
     """
     learner = draft.once(Learner, target, draft, divergence, lr)
     # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken.

@@ -313,7 +313,7 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
            clock
     depth: the most levels below the root, 0 to 127. With 0, as many as are fastest by the clock
 
-    Yields chunks of 1 to depth + 1 tokens; logs {"drafted", "accepted"} a round.
+    Yields chunks of 1 to depth + 1 tokens; logs {"guessed", "accepted"} a round.
 
     The same seed draws the same tokens only if nodes and depth are given, because the clock chooses
     anew in each run.
@@ -344,7 +344,7 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
         unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
         clock.note(len(shape.levels), sum(map(len, shape.levels)))
         if log is not None:
-            log.append({"drafted": len(ids) - 1, "accepted": len(path) - 1})
+            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
 
 

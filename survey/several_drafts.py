@@ -233,7 +233,7 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
     gamma    tokens of a draft
     K        drafts a round, of all models together
     sample   `greedy`, or a Sampler
-    log      a list that gets {"drafted", "accepted"} a round, or None
+    log      a list that gets {"guessed", "accepted"} a round, or None
     Yields chunks of 1 to gamma + 1 tokens.
     """
     n = len(models)
@@ -268,7 +268,7 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
             lm.commit(kept)
             unseen[m] = [*guesses[len(kept):], root]
         if log is not None:
-            log.append({"drafted": len(ids) - 1, "accepted": len(guesses)})
+            log.append({"guessed": len(ids) - 1, "accepted": len(guesses)})
         yield [*guesses, root]
 
 
@@ -285,7 +285,7 @@ def specinfer(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: in
     K:     drafts a round, drawn independently, 1 or more. At temperature 0 draft k of a model
            begins with the model's k-th likeliest token
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted"} a round. These are the
     numbers of nodes below the root and of accepted guesses.
     """
     rule = multi_step if sample.temperature > 0 else None
@@ -299,7 +299,7 @@ def spectr(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
     gamma: tokens of a draft, 1 or more
     K:     drafts a round, drawn independently, 1 or more. At temperature 0 all are the same
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted"} a round. These are the
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted"} a round. These are the
     numbers of nodes below the root and of accepted guesses.
     """
     return decode_by_rule(k_seq, target, [draft], prompt, gamma, K, sample, log)

@@ -263,7 +263,7 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
     sinks:  first rows that the small model's cache keeps, 1 or more
     window: newest rows that the small model's cache keeps, 1 or more
 
-    Yields chunks of 1 to gamma + 1 tokens; logs {"drafted", "accepted", "reviews"} a round. A
+    Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted", "reviews"} a round. A
     review is a call of the target with a part of its cache. It is not counted as a call of the
     target.
     """
@@ -302,7 +302,7 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
             small.take(small, *choose_ends(small, sinks, window), small.skipped + small.length)
         move_counts(small, draft)  # `draft` itself was only called for the prompt
         if log is not None:
-            log.append({"drafted": gamma, "accepted": accepted, "reviews": reviews})
+            log.append({"guessed": gamma, "accepted": accepted, "reviews": reviews})
         yield tokens
 
 

@@ -115,6 +115,13 @@ class Zeros(Sampler):
         return torch.zeros(shape, dtype=torch.float64)
 
 
+def branches(tree: tuple) -> list[list[int]]:
+    """List the tokens from the root of a tree (ids, parents) down to each leaf."""
+    ids, parents = tree
+    leaves = [node for node in range(len(ids)) if node not in parents]
+    return [[ids[i] for i in path_to(leaf, parents)] for leaf in leaves]
+
+
 def path_to(node: int, parents: list[int]) -> list[int]:
     """Find the nodes from the root of a tree down to a node."""
     return [] if node < 0 else path_to(parents[node], parents) + [node]

@@ -81,15 +81,15 @@ MUTANTS = {
     "jacobi.py": [
         ("chosen[:agreed + 1]", "guesses[:agreed + 1]", "argmaxes become final at a temperature"),
         ("guesses[agreed + 1:]", "y[final + agreed + 1:]", "the other guesses are not recomputed"),
-        ("append(parent)", "append(0)", "all levels of the window hang below the root"),
-        ("text += chunk\n        pool.add(", "text = chunk\n        pool.add(",
+        ("[1:i + 1] + [", "[1:i] + [", "a column lacks the token of level 0 above it"),
+        ("levels[0][0] = root", "pass", "n-grams of the window begin with a wrong root"),
+        ("text += chunk\n        for", "text = chunk\n        for",
          "prompt lookup forgets the text before the chunk")],
     "ouroboros.py": [
-        ("*hang(chain, ids, parents))", "chain + ids, [*range(-1, len(chain) - 1), *parents])",
-         "the tree does not hang below the unseen tokens"),
+        ("chain + x for x", "x for x", "guesses do not hang below the unseen tokens"),
         ("agreed:", "True:", "a phrase goes on behind a choice that the draft does not agree with"),
-        ("[len(d):-1]", "[len(d) + 1:]", "a suffix is corrected by the choices one node too late"),
-        ("pool is None", "pool is None or not pool.phrases", "prompts do not share their phrases")],
+        ("path[len(d):-1]", "path[len(d) + 1:]", "a suffix is corrected by the choices one node too late"),
+        ("pool is None", "pool is None or not pool.ngrams", "prompts do not share their phrases")],
     "mjsd.py": [
         ("[beam for beam in found if beam.ended]", "[]", "a beam that ended is lost"),
         ("[beam.logps[-1] + logp]", "[logp]", "beams are ranked by their last token alone"),

@@ -83,7 +83,7 @@ def test_ratios_are_taken_within_a_round():
     """The method and AR are slow in different rounds: a ratio of their medians would be 1."""
     def counts(seconds, b, output):
         return [[("a", Count(10, 4, s, s / 2, s / 4, [1], [{"layers": 28}], 8)),
-                 ("b", Count(30, 6, b * s, s, 0.0, output, [{"guessed": 1}, {"drafted": 2}], 12))]
+                 ("b", Count(30, 6, b * s, s, 0.0, output, [{"guessed": 1}, {"guessed": 2}], 12))]
                 for s in seconds]
     results = Results({"x": counts([1.0, 5.0, 2.0], 3, [2]), AR: counts([4.0, 5.0, 1.0], 1, [3])})
     bench = SimpleNamespace(target=tiny("llama"), categories=["a", "b"], examples={},

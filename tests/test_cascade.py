@@ -50,7 +50,7 @@ def test_better_drafts_write_first_and_each_reviews_the_next():
     target.vocab, target.model, log = 20, None, []
     chunks = cascade(target, draft, [0, 1], gamma=4, inner=2, tail=3, grams="",
                      more_drafts=[cheap], log=log)
-    assert next(chunks) == [*range(2, 10)] and log == [{"drafted": 7, "accepted": 7}]
+    assert next(chunks) == [*range(2, 10)] and log == [{"guessed": 7, "accepted": 7}]
     assert (target.calls, draft.calls, cheap.calls) == (1, 2, 4 + 3)
     assert tokens_of(chunks, 20) == [(10 + i) % 20 for i in range(20)]
 

@@ -23,8 +23,13 @@ from cli.graphs import GraphedLM
 from cli.main import explain_slowdown
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run
+from cllm import cllm
 from common import CachedLM, InputError, autoregressive, greedy
+from fake_models import counting
 from helpers import ROOT, fork, loaded, main, script, take, tokens_of
+from jacobi import jacobi, lookahead, prompt_lookup
+from mjsd import mjgd, mjsd
+from ouroboros import ouroboros
 from speculative import speculative
 from support.engine import EngineLM
 from support.files import PAGE, check_result
@@ -364,6 +369,17 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
                     select_options(Namespace(**{name: value}), function, ranges=usual)
                 expected = f"{write_option(name)} must be {ranges[name]}, got {value}"
                 assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize("method", [
+    jacobi, lookahead, prompt_lookup, cllm, speculative, ouroboros, mjsd, mjgd])
+def test_a_method_of_the_six_checks_its_numbers_itself(method):
+    """So who calls it from Python reads the same as who gives an option."""
+    lms = [counting(), counting()][:1 + ("draft" in method.__annotations__)]
+    for name, words in read_ranges(method).items():
+        for value in outside(words, read_options(method)[name][0]):
+            with pytest.raises(InputError, match=f"--{name}\\b.*, got .*{value}"):
+                next(method(*lms, [1], **{name: value}))
 
 
 # The refusals that a user meets first: a command line, and what its line on stderr says.

@@ -394,7 +394,7 @@ def test_text_is_cut_at_eos_and_at_the_limit(limit, eos, expected, accepted, cut
     that it is cut."""
     def chunks(log, **_):
         for chunk in [1], [2, 3, 4], [5, 6]:
-            log.append({"drafted": 2, "accepted": len(chunk) - 1})
+            log.append({"guessed": 2, "accepted": len(chunk) - 1})
             yield chunk
         raise AssertionError("asked for more than was needed")
     run = Run(chunks, {}, {}, eos)

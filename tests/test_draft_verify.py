@@ -70,7 +70,7 @@ def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monke
     chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, log=log, adaptive=False,
                           skipped={"attention": [], "mlp": []})
     take(chunks, 4)
-    assert [r["drafted"] for r in log] == [2, 2, 3, 1]
+    assert [r["guessed"] for r in log] == [2, 2, 3, 1]
 
 
 @pytest.mark.parametrize("share, full, moved", [

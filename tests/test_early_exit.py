@@ -47,7 +47,7 @@ def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(
         chunk = next(chunks)
         text = text + chunk
         assert judged[-1][2] == guesses and chunk[:-1] == guesses[:len(chunk) - 1]
-        assert log[-1] == {"drafted": len(guesses), "accepted": len(chunk) - 1,
+        assert log[-1] == {"guessed": len(guesses), "accepted": len(chunk) - 1,
                            "layers": (len(guesses) + 1) * 2.5 + 2}
         fresh, _ = split_layers(EngineLM(model), E, network)
         fresh.start(text[:-1], taps=[E])
@@ -56,7 +56,7 @@ def test_rounds_are_those_of_the_equations_and_rows_those_of_the_text(
             for rows, expected in zip(found, fresh.cache.layers[layer]):
                 rows, expected = rows[:, :, :early.length], expected[:, :, :early.length]
                 torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
-    assert {record["drafted"] for record in log} == drafts
+    assert {record["guessed"] for record in log} == drafts
     assert len({record["accepted"] for record in log}) > 1
 
 

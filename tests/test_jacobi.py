@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cllm import cllm
 from cli.trajectory import show_trajectory
 from common import Sampler, greedy, trie, until
-from fake_models import Oranges, ScriptedLM, counting, markov, scripted
+from fake_models import Oranges, ScriptedLM, branches, counting, markov, scripted
 from helpers import take, tokens_of
 from jacobi import NgramPool, jacobi, lookahead, prompt_lookup
 
@@ -82,22 +82,28 @@ def test_the_window_of_the_survey(sample, monkeypatch):
         return F.one_hot(torch.tensor(following % 900), 900).float()
     found, target, log = [], ScriptedLM(after), []
     monkeypatch.setattr("jacobi.random.Random", Oranges)
-    monkeypatch.setattr(NgramPool, "add", lambda pool, ngrams: found.append(ngrams))
+    monkeypatch.setattr(NgramPool, "add", lambda pool, ngram: found.append(ngram))
     chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, sample=sample, log=log)
     text = [0, *tokens_of(chunks, 5)]
     assert (text == [0, 1, 2, 3, 4, 5]) == (sample is greedy)
-    chain, columns = [-1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert target.trees == [
-        ([0, 101, 102, 103, 104, 105, 106], chain),
-        ([text[1], *range(102, 107), *range(202, 208)], chain[:6] + columns[:6]),
-        ([text[2], *range(103, 107), *range(203, 208), *range(304, 309)], chain[:5] + columns),
-        ([text[3], *range(204, 208), *range(304, 309), *range(405, 410)], chain[:5] + columns),
-        ([text[4], *range(305, 309), *range(405, 410), *range(506, 511)], chain[:5] + columns)]
-    below = [[(p, p + 101, p + 202, p + 303) for p in range(first, first + 4)]
-             for first in (103, 204)]
-    assert found[:4] == [[], [], [(text[2], 203, 304, 405), *below[0]],
-                         [(text[3], 304, 405, 506), *below[1]]]
-    assert [r["rows"] for r in log] == [7, 12, 15, 15, 15]
+    assert [branches(tree) for tree in target.trees] == [
+        [[0, *range(101, 107)]],
+        [[text[1], *range(102, 102 + i), 202 + i] for i in range(6)],
+        [[text[2], *range(103, 103 + i), 203 + i, 304 + i] for i in range(5)],
+        [[text[3], *range(204, 204 + i), 304 + i, 405 + i] for i in range(5)],
+        [[text[4], *range(305, 305 + i), 405 + i, 506 + i] for i in range(5)]]
+    assert found[:10] == [
+        (text[2], 203, 304, 405), *((p, p + 101, p + 202, p + 303) for p in range(103, 107)),
+        (text[3], 304, 405, 506), *((p, p + 101, p + 202, p + 303) for p in range(204, 208))]
+    assert log == [{"guessed": n, "accepted": 0} for n in (6, 11, 14, 14, 14)]
+
+
+def test_the_window_is_verified_too():
+    """The next token depends on the position alone. So the level that the first call adds is right,
+    and its first token below the next root is accepted. The pool is empty until the window is
+    full."""
+    target = scripted(lambda text: len(text) * 7 % 11, 12)
+    assert take(lookahead(target, [11, 11], W=3, N=4, prompt_ngrams=False), 2) == [[3], [10, 6]]
 
 
 @pytest.mark.parametrize("prompt", [[1], [0, 1, 2, 0, 1]])
@@ -110,13 +116,7 @@ def test_prompt_lookup_tries_what_followed_the_last_token(prompt):
     for chunk, (ids, parents), record in zip(chunks, target.trees, log):
         places = [i for i in range(len(text) - N + 1) if text[i] == text[-1]]
         newest = dict.fromkeys(tuple(text[i + 1:i + N]) for i in reversed(places))
-        assert (ids, parents) == trie(text[-1], [*newest][:G][::-1])[:2]
-        assert record == {"guessed": len(ids) - 1, "accepted": len(chunk) - 1, "rows": len(ids)}
+        assert (ids, parents) == trie(text[-1], [*newest][:G])[:2]
+        assert record == {"guessed": len(ids) - 1, "accepted": len(chunk) - 1}
         text += chunk
     assert max(r["guessed"] for r in log) > 2 and max(r["accepted"] for r in log) == N - 1
-
-
-def test_the_pool_keeps_the_newest():
-    pool = NgramPool(3)
-    pool.add([(1, 2, 3), (1, 2, 4), (1, 5, 6), (1, 7, 8), (1, 5, 6), (2, 2, 3)])
-    assert [pool.newest(x) for x in range(3)] == [[], [[2, 4], [7, 8], [5, 6]], [[2, 3]]]

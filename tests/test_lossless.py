@@ -119,9 +119,9 @@ def store_of(texts: list[list[int]]) -> rest.Datastore:
     return rest.Datastore("".join(as_text(text) + BOUNDARY for text in texts))
 
 
-def pool_of(texts: list[list[int]]) -> ouroboros.PhrasePool:
+def pool_of(texts: list[list[int]]) -> ouroboros.NgramPool:
     """Put all phrases of three tokens into a pool."""
-    pool = ouroboros.PhrasePool()
+    pool = ouroboros.NgramPool()
     for text in texts:
         for phrase in zip(text, text[1:], text[2:]):
             pool.add(phrase)

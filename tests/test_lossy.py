@@ -22,16 +22,16 @@ def test_bild_follows_its_two_thresholds():
         log = []
         return next(bild(table(*target), table(*draft), [0], log=log, **options)), log[0]
     # 0 -> 1 (0.8) -> 2 (0.6) -> stops at 0.45. Costs are -log 0.5 = 0.69, -log 0.1 = 2.30
-    assert first(fallback=0.5, rollback=2.31) == ([1, 2, 1], {"drafted": 2, "accepted": 2})
-    assert first(fallback=0.5, rollback=2.30) == ([1, 0], {"drafted": 2, "accepted": 1})
-    assert first(fallback=0.5, rollback=0.69) == ([1], {"drafted": 2, "accepted": 0})
-    assert first(fallback=0.5, rollback=0.70) == ([1, 0], {"drafted": 2, "accepted": 1})
-    assert first(fallback=0.61, rollback=9.0) == ([1, 0], {"drafted": 1, "accepted": 1})
-    assert first(fallback=0.81, rollback=9.0) == ([1], {"drafted": 0, "accepted": 0})
+    assert first(fallback=0.5, rollback=2.31) == ([1, 2, 1], {"guessed": 2, "accepted": 2})
+    assert first(fallback=0.5, rollback=2.30) == ([1, 0], {"guessed": 2, "accepted": 1})
+    assert first(fallback=0.5, rollback=0.69) == ([1], {"guessed": 2, "accepted": 0})
+    assert first(fallback=0.5, rollback=0.70) == ([1, 0], {"guessed": 2, "accepted": 1})
+    assert first(fallback=0.61, rollback=9.0) == ([1, 0], {"guessed": 1, "accepted": 1})
+    assert first(fallback=0.81, rollback=9.0) == ([1], {"guessed": 0, "accepted": 0})
     assert first(fallback=0.0, rollback=9.0, gamma=4) == (
-        [1, 2, 0, 1, 0], {"drafted": 4, "accepted": 4})
+        [1, 2, 0, 1, 0], {"guessed": 4, "accepted": 4})
     # at temperature 1, whatever tokens are drawn at
-    assert first(fallback=0.5, rollback=2.31, sample=Sampler(1e-3))[1]["drafted"] == 2
+    assert first(fallback=0.5, rollback=2.31, sample=Sampler(1e-3))[1]["guessed"] == 2
     assert first(fallback=0.5, rollback=2.29, sample=Sampler(1e-3))[1]["accepted"] == 1
 
 
@@ -75,7 +75,7 @@ def test_specdec_follows_its_two_limits():
             got = next(specdec(table(*rows), saying(x, y), [root], gamma=2, beta=beta, tau=tau,
                                log=log))
             assert got == expected, (beta, tau, root, x, y)
-            assert log == [{"drafted": 2, "accepted": len(expected) - 1}]
+            assert log == [{"guessed": 2, "accepted": len(expected) - 1}]
 
 
 def test_specdec_draws_at_a_temperature():

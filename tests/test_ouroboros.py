@@ -9,24 +9,24 @@ import torch
 import jacobi
 import ouroboros as module
 from common import Sampler
-from fake_models import Oranges, ScriptedLM, counting
+from fake_models import Oranges, ScriptedLM, branches, counting
 from helpers import take
-from ouroboros import Drafter, PhrasePool, ouroboros, phrases_of
+from ouroboros import Drafter, NgramPool, ouroboros, phrases_of
 
 OFF = dict(phrases=False, lengthen=False, verification=False)
 
 
-def pool_of(*phrases: tuple[int, ...]) -> PhrasePool:
+def pool_of(*phrases: tuple[int, ...]) -> NgramPool:
     """Make a pool of these phrases, the newest last."""
-    pool = PhrasePool()
+    pool = NgramPool()
     for phrase in phrases:
         pool.add(phrase)
     return pool
 
 
-def phrases_in(pool: PhrasePool) -> list[tuple[int, ...]]:
+def phrases_in(pool: NgramPool) -> list[tuple[int, ...]]:
     """Return the phrases of a pool, those of a key in their order."""
-    return [phrase for some in pool.phrases.values() for phrase in some]
+    return [phrase for some in pool.ngrams.values() for phrase in some]
 
 
 def test_phrases_of_a_rejection():
@@ -42,12 +42,12 @@ def test_phrases_from_verification_enter_the_pool():
     """The target puts 9 after 6, and not 7. So the draft 4 5 6 7 8 of root 3 is rejected at 7, but
     the target's choices 8 9 after 7 8 go on rightly."""
     for verification in (True, False):
-        pool, log, found = PhrasePool(), [], [(7, 8, 9)] if verification else []
+        pool, log, found = NgramPool(), [], [(7, 8, 9)] if verification else []
         options = dict(gamma=5, beta=3, phrases=False, lengthen=False, verification=verification)
         chunks = ouroboros(counting(exceptions={6: 9}), counting(), [2, 3], pool=pool, log=log,
                            **options)
         assert next(chunks) == [4, 5, 6, 9] and phrases_in(pool) == found
-        assert log == [{"drafted": 5, "calls": 5, "accepted": 3, "matched": 4, "phrases": found}]
+        assert log == [{"guessed": 5, "accepted": 3, "calls": 5, "matched": 4, "phrases": found}]
 
 
 def test_a_suffix_is_accepted_after_a_full_draft_only():
@@ -70,29 +70,29 @@ def test_tried_suffixes_are_corrected_and_stay_the_newest():
         assert phrases_in(pool) == [(6, 2, 2), (6, 7, 8), (6, 7, 12), *discarded]
         assert pool.newest(6, 2) == [(6, 7, 12), (6, 7, 8)]
         assert log[0]["phrases"] == [(6, 7, 8), (6, 7, 12), *discarded]
+        assert (log[0]["guessed"], log[0]["accepted"]) == (3 + 2 + 2, len(chunk) - 1)
 
 
 def test_prompts_share_a_pool_or_not():
     """The first prompt's window finds phrases that lengthen the second prompt's draft."""
     for shared, chunk in ((True, [4, 5, 6, 7, 8, 9]), (False, [4, 5, 6, 7])):
-        options = dict(gamma=3, beta=3, W=4, pool=PhrasePool() if shared else None)
+        options = dict(gamma=3, beta=3, W=4, pool=NgramPool() if shared else None)
         take(ouroboros(counting(), counting(), [2, 3], **options), 10)
         options["phrases"] = False
         assert next(ouroboros(counting(), counting(), [9, 3], **options)) == chunk
 
 
-def test_the_window_is_that_of_lookahead_decoding():
+def test_pool_and_window_are_those_of_lookahead_decoding():
     """Word for word: who compares the two files has nothing to compare."""
-    for name in ("add_window", "move_window"):
+    for name in ("NgramPool", "columns_of", "move_window"):
         assert inspect.getsource(getattr(module, name)) == inspect.getsource(getattr(jacobi, name))
 
 
 def test_the_drafts_trees_by_hand(monkeypatch):
     """This is the window of the survey's figure, with W = 5 and N = 4. The hundreds of a token are
     its colour: 0 is blue, 1 orange, 2 green, 3 red and 4 grey. The units are its position. After
-    blue p comes blue p + 1, after orange p green p + 1, and so on. Guesses stand between the root
-    and the window. Tokens that are not cached yet stand above the root, which all the rest hangs
-    below."""
+    blue p comes blue p + 1, after orange p green p + 1, and so on. Guesses and columns hang below
+    the root, which hangs below the tokens that are not cached yet."""
     monkeypatch.setattr(module.random, "Random", Oranges)
     eye = torch.eye(900)
     draft = ScriptedLM(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
@@ -102,18 +102,17 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     draft.start([])
 
     assert drafter.step([0]) == [1]
-    assert draft.trees[0] == ([0, *range(101, 107)], [-1, 0, 1, 2, 3, 4, 5])
-    # The guesses of root 1 are 2 9 and 2 3, and the last one is right. The window has 6 and 6.
+    # The guesses of root 1 are 2 9 and 2 3, and the last one is right.
     assert drafter.step([1]) == [2, 3, 4]
-    assert draft.trees[1] == ([1, 2, 9, 3, *range(102, 107), *range(202, 208)],
-                              [-1, 0, 1, 1, 0, 4, 5, 6, 7, 0, 4, 5, 6, 7, 8])
     assert draft.tokens == [0, 1, 2, 3]
-    # two tokens before root 5: everything is shifted by two nodes
+    # There are two tokens before root 5.
     assert drafter.step([3, 4, 5]) == [6, 7, 8, 9]
-    assert draft.trees[2] == (
-        [3, 4, 5, 6, 7, 8, *range(103, 107), *range(203, 208), *range(304, 309)],
-        [-1, 0, 1, 2, 3, 4, 2, 6, 7, 8, 2, 6, 7, 8, 9, 10, 11, 12, 13, 14])
     assert draft.tokens == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
+    assert [branches(tree) for tree in draft.trees] == [
+        [[0, *range(101, 107)]],
+        [[1, 2, 9], [1, 2, 3], *([1, *range(102, 102 + i), 202 + i] for i in range(6))],
+        [[3, 4, 5, 6, 7, 8],
+         *([3, 4, 5, *range(103, 103 + i), 203 + i, 304 + i] for i in range(5))]]
     found = [(5, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408),
              (106, 207, 308, 409)]
     assert {*phrases_in(pool)} == {*known, *found}
@@ -140,9 +139,8 @@ def test_the_report():
     """By hand: a draft call costs a tenth of a target call. Eq. 6: (4 + 1) / (3 · 0.1 + 1)."""
     models = {"target": SimpleNamespace(calls=2, seconds=4.0),
               "draft": SimpleNamespace(calls=6, seconds=1.2)}
-    log = [dict(drafted=6, calls=3, accepted=7, matched=6),
-           dict(drafted=7, calls=3, accepted=1, matched=4)]
+    log = [dict(guessed=10, accepted=7, calls=3, matched=6),
+           dict(guessed=7, accepted=1, calls=3, matched=4)]
     assert module.report(SimpleNamespace(models=models, log=log)) == (
-        "a round: 6.50 tokens drafted in 3.00 draft calls, 5.00 are the target's argmax, "
-        "4.00 accepted, those of suffixes too\npredicted speed-up 3.85x, if a draft call costs "
-        "0.10 of a target call")
+        "a round: 8.50 guesses, 4.00 accepted; 3.00 draft calls, of whose tokens 5.00 are the "
+        "target's argmax\npredicted speed-up 3.85x, a draft call costing 0.10 of a target call")

@@ -76,7 +76,7 @@ def test_at_temperature_0_drafts_begin_with_different_tokens():
     target = ScriptedLM(lambda tokens: torch.eye(9)[5 if tokens[-1] == 2 else 1 + tokens[-1] % 8])
     log = []
     assert next(specinfer(target, draft, [7, 2], gamma=3, K=2, log=log)) == [5, 6, 7, 8]
-    assert log == [{"drafted": 6, "accepted": 3}]  # 3 4 5 and 5 6 7
+    assert log == [{"guessed": 6, "accepted": 3}]  # 3 4 5 and 5 6 7
     assert next(specinfer(target, draft, [7, 2], gamma=3, K=1)) == [5]  # speculative decoding
 
 

@@ -10,7 +10,7 @@ from cli.run import count_guesses
 from common import Sampler
 from fake_models import Zeros
 from laws import Choosing, law, outcomes
-from speculative import VERIFICATIONS, report, verify_block, verify_tokens
+from speculative import report, verify_block, verify_tokens
 
 
 # ------------------------------------------------------------------------------------ the rule
@@ -54,7 +54,7 @@ def test_both_rules_are_exact_by_enumeration(gamma, V, temperature, top_k, top_p
     chance."""
     logits = 1.5 * torch.randn(2, 1 + V, V, generator=torch.Generator().manual_seed(0))
     sample, counts = Sampler(temperature, top_k, top_p), {}
-    for name, verify in VERIFICATIONS.items():
+    for name, verify in ("token", verify_tokens), ("block", verify_block):
         found, counts[name] = expand(logits, sample, gamma, verify)
         expected = continue_text(logits[0], sample, -1, gamma + 1)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
@@ -77,7 +77,7 @@ def test_the_report():
               "draft": SimpleNamespace(calls=12, seconds=2.4)}
 
     def run_of(*accepted):
-        log = [{"drafted": 4, "accepted": n} for n in accepted]
+        log = [{"guessed": 4, "accepted": n} for n in accepted]
         return SimpleNamespace(models=models, log=log)
     assert report(run_of(4, 1, 0)) == (  # α = 5 / 7: the first rejected guess is tried too
         "accepted 5 of 12 drafted tokens, 1.67 a round; 12 draft calls\n"
