@@ -30,10 +30,10 @@ out. An x says that the row on the left sees the column:
     mask 1 of b            x          x      x     .   x      .  .          .  .        x  .
     mask 2 of b            x          x      x     .   x      .  .          .  .        x  x
 
-If the model chooses a after the root, a is accepted. Unless it then chooses a candidate below a,
-its choice is the next root, and the masks of a predict the candidates that follow the next root. If
-it chooses neither a nor b, its choice is the next root, and the root's masks predict the
-candidates.
+Say that the model chooses a after the root, so a is accepted, and then x, which is no candidate.
+Then x is the next root, and the masks of a have already predicted what follows x. If the model
+chooses neither a nor b after the root, its choice is the next root, and the root's masks have
+already predicted what follows it.
 
     L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
 
@@ -41,72 +41,46 @@ X is the prompt and y its answer. A group of masks follows the anchor y_k. SAR s
 semi-autoregressive: several tokens a call.
 
 Departures:
-    Eq. 1. Paper: the sum runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in the
-        released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
-        the masks predict the tokens after it. The loss is a mean over all labels, as in the
-        released code. A sum would grow with their number.
-    Anchors. Paper: one random k of each answer, 0 < k < N - M. Here: up to --anchors random
-        positions, which may be the prompt's last token. Groups near the end of an answer have fewer
-        than M labels. Why: one pass over the text serves them all. The released code takes up to 64
-        consecutive positions.
-    Size. Paper: 128 answers a step, four epochs of 150,000, and M = 4 above 13B parameters. Here:
-        16 answers a step, drawn anew, of similar length and at most 200 tokens, 1,000 steps and
-        M = 3. Why: tuning the model in models/ then takes minutes. Gradients are clipped to a norm
-        of 1, as in the released code.
+- The sum of Eq. 1. Paper: it runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in
+  the released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
+  the masks predict the tokens after it.
+- Its size. Paper: a sum. Here: a mean over all labels, as in the released code. Why: a sum grows
+  with the number of labels.
+- Anchors. Paper: one random k of each answer, 0 < k < N - M. Here: up to --anchors random
+  positions, which may be the prompt's last token. Groups near the end of an answer have fewer than
+  M labels. Why: one pass over the text serves them all. The released code takes up to 64
+  consecutive positions.
+- Steps. Paper: 128 answers a step, four epochs of 150,000, and M = 4 above 13B parameters. Here: 16
+  random answers of at most 200 tokens a step, 1,000 steps and M = 3. Why: tuning the model in
+  models/ then takes minutes. Gradients are clipped to a norm of 1, as in the released code.
 
 Smaller departures are in results/masks.md. None changes the text. Left out: several GPUs, and
 Table 3's shallow prompt tokens, which are input embeddings.
 """
+import copy
 import functools
 import json
+import os
 import random
 import sys
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Iterator
 
-from common import (CachedLM, InputError, KVCache, Sampler, attention_mask, begin, greedy, main,
-                    walk, windows_of)
+from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, autoregressive,
+                    begin, eos_ids, greedy, main, until, walk)
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
 
 TREES = ("efficient", "full", "chain")
 ADAPTER = str(Path(__file__).resolve().parent / "models/bita.safetensors")
 
 
-# ----------------------------------------------------------------------------- what is tuned
-class Tuning(torch.nn.Module):
-    """Hold what is tuned: P prompt tokens and M mask tokens. Its file is called an adapter.
-
-    model     the model that they are for
-    P, M      numbers of prompt tokens and of mask tokens. With P 0 there are only mask tokens
-    seed      seed of the numbers that the tuning begins with
-
-    prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. Attention
-              reads them as they are: no position is rotated into them
-    masks     embeddings of the mask tokens, [M, width]
-    """
-    title = "prompt and mask tokens"  # in its file, and in error messages
-
-    def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
-        super().__init__()
-        lm = CachedLM(model)  # refuses layers without keys and values
-        # A pass over any one embedding leaves keys and values in the cache, which shows their size.
-        lm.forward(lm.weight[:1])
-        keys, *others = [x for rows in lm.cache.layers.values() for x in rows]
-        if any(x.shape != keys.shape for x in others):
-            raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
-        rng = torch.Generator().manual_seed(seed)
-        size = len(lm.cache.layers), 2, keys.shape[1], P, keys.shape[3]
-        # Section 4.1: both begin with normal numbers of a standard deviation of 0.02.
-        self.prompts = torch.nn.Parameter(0.02 * torch.randn(size, generator=rng))
-        self.masks = torch.nn.Parameter(0.02 * torch.randn(M, lm.weight.shape[1], generator=rng))
-
-
-# ---------------------------------------------------------------------------------- decoding
-def build_tree(candidates: list[list[int]], root: int,
-               full: bool = False) -> tuple[list[int], list[int]]:
+# ---------------------------------------------------------------------------- the tree of a call
+def build_tree(candidates: list[list[int]], root: int, full: bool = False):
     """Build a tree with the likeliest tokens of mask j on level j.
 
     candidates  for each mask its k likeliest tokens, the best first
@@ -142,6 +116,7 @@ def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
     return parents
 
 
+# ---------------------------------------------------------------------------------- decoding
 class PrefixLM(CachedLM):
     """Be a CachedLM with P rows before the context, the prompt tokens, which only masks see.
 
@@ -155,7 +130,7 @@ class PrefixLM(CachedLM):
         """Cache a context as CachedLM does, after prompt tokens.
 
         prefix   for each layer keys and values [key heads, P, head size]
-        options  arguments of the next class, if there is one between this class and CachedLM
+        options  other arguments of `start`, which are passed on
         """
         self.prefix, self.cache.start = 0, 0
         for layer, (keys, values) in enumerate(prefix):
@@ -163,27 +138,22 @@ class PrefixLM(CachedLM):
             self.prefix = keys.shape[1]
         super().start(ids, **options)
 
-    def forward(self, ids, parents=None, *, sees_prefix=None, keep=None) -> torch.Tensor:
-        """Run the model as CachedLM does.
+    def layout(self, parents: list[int], n: int, sees_prefix: list[bool] | None = None):
+        """Compute positions and mask as CachedLM does, with a column for each prompt token.
 
-        sees_prefix   for each node whether it sees the prompt tokens. None: no node does
+        sees_prefix  for each of the newest n nodes whether it sees the prompt tokens. None: no
+                     node does. It is given to `forward`, which passes it on
         """
-        sees = torch.tensor(sees_prefix or [False] * len(ids))
-        # `layout`, which CachedLM.forward calls, puts these columns before the mask.
-        self.columns = torch.where(sees, 0.0, -torch.inf)[:, None].expand(-1, self.prefix)
-        return super().forward(ids, parents, keep=keep)
-
-    def layout(self, parents: list[int], n: int):
-        """Compute positions and mask as CachedLM does, with a column for each prompt token."""
         positions, mask = super().layout(parents, n)
-        columns = self.columns[None, None].to(self.weight)
+        sees = torch.tensor(sees_prefix or [False] * n)[:, None].expand(1, 1, -1, self.prefix)
+        columns = torch.where(sees, 0.0, -torch.inf).to(self.weight)  # [1, 1, n, P]
         if isinstance(mask, dict):
             return positions, {kind: torch.cat([columns, x], 3) for kind, x in mask.items()}
         return positions, torch.cat([columns, mask], 3)
 
 
 def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int = 5,
-         adapter: str = ADAPTER, tuning: Tuning | None = None, sample: Sampler = greedy,
+         adapter: str = ADAPTER, tuning: "Tuning | None" = None, sample: Sampler = greedy,
          log: list | None = None) -> Iterator[list[int]]:
     """Verify the last call's candidates and produce the next ones in the same call. Section 3.2.
 
@@ -200,10 +170,9 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
 
     `tuning` is used instead of the file.
     """
-    if tree not in TREES:
-        raise InputError(f"--tree must be {', '.join(TREES)}, got {tree!r}")
-    if tree == "chain":
-        k = 1
+    if tree not in TREES or k < 1:
+        raise InputError(f"expected --tree {', '.join(TREES)} and --k 1 or more, got {tree}, {k}")
+    k = 1 if tree == "chain" else k
     tuning = tuning or load_tuning(adapter, target.model)
     masks = tuning.masks.detach().to(target.weight)
     M = len(masks)  # the number of masks of a group
@@ -244,188 +213,54 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         yield chunk
 
 
-# ------------------------------------------------------------------------- what is trained on
-def sample_anchors(data: list[tuple[list[int], list[int]]], M: int, most: int, rng: random.Random):
-    """Make a batch of texts, and draw anchors, the positions that groups of masks follow.
+# ----------------------------------------------------------------------------- what is tuned
+class Tuning(torch.nn.Module):
+    """Hold what is tuned: P prompt tokens and M mask tokens. Its file is called an adapter.
 
-    data     pairs of a prompt and its answer, token ids
-    M        number of masks of a group
-    most     the most anchors of an answer
-    rng      the source of randomness
-    returns  ids [B, T], anchors [B, G] and labels [B, G, M]. G is the most anchors that a text has.
-             Anchors are 0 where a text has fewer. The label of mask j after position a is the token
-             of position a + j + 1. It is -100 where there is no anchor, and beyond the end of the
-             answer
-    """
-    # From the prompt's last token on, as long as two tokens follow: the anchor itself predicts the
-    # first one, and mask 1 the second one.
-    spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]
-    chosen = [sorted(rng.sample(span, min(most, len(span)))) for span in spans]
-    G = max(1, max(map(len, chosen)))
-    ids = torch.zeros(len(data), max(len(p) + len(a) for p, a in data), dtype=torch.long)
-    anchors = torch.zeros(len(data), G, dtype=torch.long)
-    labels = torch.full((len(data), G, M), -100)
-    for b, ((prompt, answer), positions) in enumerate(zip(data, chosen)):
-        tokens = torch.tensor(prompt + answer)
-        ids[b, :len(tokens)] = tokens
-        for g, a in enumerate(positions):
-            anchors[b, g] = a
-            following = tokens[a + 2:a + 2 + M]
-            labels[b, g, :len(following)] = following
-    return ids, anchors, labels
+    model     the model that they are for
+    P, M      numbers of prompt tokens and of mask tokens. With P 0 there are only mask tokens
+    seed      seed of the numbers that the tuning begins with
 
-
-def run_rows(model, cache: KVCache, inputs, visible, positions, slots) -> torch.Tensor:
-    """Run the layers of a model over n new rows, whose keys and values join a cache.
-
-    model      the model
-    cache      the keys and values of earlier rows
-    inputs     ids [B, n] or embeddings [B, n, d] of the new rows
-    visible    bool [B, n, m], whether a new row sees a slot of the cache. The last n of the m slots
-               are the new rows themselves
-    positions  positions of the new rows, [B, n]
-    slots      positions of all slots, [B, m]
-    returns    what the LM head would read, [B, n, d]
-    """
-    like = model.get_input_embeddings().weight
-    mask = attention_mask(windows_of(model), visible, positions, slots, like)
-    name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
-    return model.get_decoder()(
-        **{name: inputs.to(like.device)}, position_ids=positions.to(like.device),
-        attention_mask=mask, past_key_values=cache, use_cache=True)[0]
-
-
-def mask_states(model, masks: torch.Tensor, prompts, ids: torch.Tensor,
-                anchors: torch.Tensor) -> torch.Tensor:
-    """Return what the LM head reads at groups of mask tokens after anchors. Fig. 3.
-
+    prompts   keys and values of the prompt tokens, [layers, 2, key heads, P, head size]. Attention
+              reads them as they are: no position is rotated into them
     masks     embeddings of the mask tokens, [M, width]
-    prompts   the prompt tokens as in `Tuning`. An empty list: there are none
-    ids       real tokens [B, T]
-    anchors   positions [B, G] of the real tokens that have a group after them
-    returns   hidden states [B, G, M, d]
     """
-    (B, T), G, M = ids.shape, anchors.shape[1], len(masks)
-    P = prompts[0].shape[2] if len(prompts) else 0
-    cache = KVCache()
-    # Real tokens see nothing that is tuned, so their rows need no gradients. Every token sees
-    # itself and those before it.
-    places = torch.arange(T).expand(B, -1)
-    with torch.no_grad():
-        causal = torch.ones(T, T, dtype=torch.bool).tril().expand(B, -1, -1)
-        run_rows(model, cache, ids, causal, places, places)
-    # The prompt tokens may follow the text in the cache, since only the mask says who sees them.
-    cache.start = T
-    for layer, (keys, values) in enumerate(prompts):
-        cache.update(keys.expand(B, -1, -1, -1), values.expand(B, -1, -1, -1), layer)
-    cache.start = T + P
-    # Mask j after position a is at a + j. It sees the text up to a, all prompt tokens, and its own
-    # group up to itself.
-    positions = (anchors[:, :, None] + 1 + torch.arange(M)).flatten(1)  # [B, G · M]
-    anchor_of = anchors.repeat_interleave(M, 1)  # of each mask, [B, G · M]
-    sees_text = places[:, None] <= anchor_of[:, :, None]  # [B, G · M, T]
-    sees_prompts = torch.ones(B, G * M, P, dtype=torch.bool)
-    row = torch.arange(G * M)  # row r is of group r // M
-    sees_group = (row // M == row[:, None] // M) & (row <= row[:, None])  # [G · M, G · M]
-    visible = torch.cat([sees_text, sees_prompts, sees_group.expand(B, -1, -1)], 2)
-    far = torch.full((B, P), 10 ** 9)  # after all rows, so no window hides the prompt tokens
-    slots = torch.cat([places, far, positions], 1)
-    embeds = masks.to(model.dtype).repeat(G, 1).expand(B, -1, -1)
-    return run_rows(model, cache, embeds, visible, positions, slots).unflatten(1, (G, M))
+    title = "prompt and mask tokens"  # in its file, and in error messages
+
+    def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
+        super().__init__()
+        lm = CachedLM(model)  # refuses layers without keys and values
+        lm.forward(lm.weight[:1])  # a pass over any one embedding, whose keys show their size
+        shapes = {rows.shape for pair in lm.cache.layers.values() for rows in pair}
+        if len(shapes) > 1:
+            raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
+        [(_, heads, _, size)] = shapes
+        shape = len(lm.cache.layers), 2, heads, P, size
+        rng = torch.Generator().manual_seed(seed)
+        # Section 4.1: both begin with normal numbers of a standard deviation of 0.02.
+        self.prompts = torch.nn.Parameter(0.02 * torch.randn(shape, generator=rng))
+        self.masks = torch.nn.Parameter(0.02 * torch.randn(M, lm.weight.shape[1], generator=rng))
 
 
-def sar_loss(states: torch.Tensor, labels: torch.Tensor, score: Callable) -> torch.Tensor:
-    """Compute Eq. 1, as a mean over the labels.
+def some_embeddings(model) -> torch.Tensor:
+    """Take some numbers of a model's embeddings, by which a file recognises its model.
 
-    states  what the LM head reads at masks, [B, G, M, d]
-    labels  [B, G, M], -100 where there is none
-    score   a function from states to logits: the LM head, made by `score_with` of support/parts.py
+    They are 64 numbers of every 16th of the first 1,024 tokens, less their mean. If the model has
+    16 tokens or fewer, they are of every token.
     """
-    labels = labels.to(states.device)
-    known = labels >= 0
-    return F.cross_entropy(score(states[known]), labels[known])
-
-
-# ------------------------------------------------------------------------------------ tuning
-@torch.inference_mode()
-def measure(model, tuning: Tuning, data: list, most: int) -> tuple[float, list[float]]:
-    """Measure a tuning on pairs of a prompt and its answer.
-
-    data     the pairs
-    most     the most anchors of an answer
-    returns  the loss, and for each mask how often its likeliest guess is right
-    """
-    from support.parts import score_with
-    score, rng = score_with(model), random.Random(0)
-    loss, right, total = 0.0, 0, 0  # the last two are counts, [M] after the first pair
-    for pair in data:
-        ids, anchors, labels = sample_anchors([pair], len(tuning.masks), most, rng)
-        logits = score(mask_states(model, tuning.masks, tuning.prompts, ids, anchors))
-        labels = labels.to(logits.device)
-        known = labels >= 0
-        loss += F.cross_entropy(logits[known], labels[known], reduction="sum").item()
-        right = right + (logits.argmax(-1) == labels).sum((0, 1))  # [M]. No guess is ever -100
-        total = total + known.sum((0, 1))
-    return loss / total.sum().item(), (right / total.clamp(min=1)).tolist()
-
-
-def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, P: int = 16,
-          M: int = 3, max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
-          anchors: int = 64, lr: float = 3e-2, seed: int = 0) -> None:
-    """Tune prompt and mask tokens for a frozen model on its own answers. Run it again to resume a
-    stopped run.
-
-    out:    the safetensors file to make
-    work:   folder of answers and checkpoints, by default OUT.work
-    P:      prompt tokens, 0 or more. With 0 there are only mask tokens
-    M:      mask tokens, 1 or more
-    batch:  answers of a pass. The paper's step has 128 answers. The logits of all masks are in
-            memory at once. If they do not fit, take fewer answers and more passes: --accumulate, an
-            option of every training
-    anchors: the most mask groups of an answer, 1 or more
-    lr:     learning rate at the start of its cosine. The paper's 3e-2 also suits 10M parameters
-    """
-    from support.parts import score_with
-    from training.loop import (Training, cosine, count_tokens, digest, prepare_training,
-                               sample_alike)
-    tuning = Tuning(model.requires_grad_(False), P, M, seed).to(model.device)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
-    score = score_with(model)
-    # A stopped run is resumed only if nothing that the tuning depends on has changed.
-    fingerprint = digest(model.state_dict()), batch, anchors, data, held_out
-    adam = torch.optim.AdamW(tuning.parameters(), lr, weight_decay=0.0)
-    training = Training(dict(tuning.named_parameters()), fingerprint, name="tuning", steps=steps,
-                        lr=lr, rate=cosine, optimizers=[adam], seed=seed, folder=work,
-                        models=(model,))
-
-    def evaluate() -> tuple[dict, str]:
-        loss, right = measure(model, tuning, held_out, anchors)
-        shares = " ".join(f"{x:.3f}" for x in right)
-        return {"loss": loss}, f"held-out loss {loss:.3f}, likeliest guess right by mask {shares}"
-    # A turn of this loop is an update. `training` has the rate, the checkpoints and the precision.
-    for rng in training.updates(evaluate):
-        adam.zero_grad()
-        for _ in range(training.passes):  # one, or more with --accumulate
-            # Section 3.1: questions X, the model's own answers Y, and random k. Pairs of similar
-            # length need little padding. `at` has the anchors' positions.
-            pairs = sample_alike(data, batch, rng, count_tokens)
-            ids, at, labels = sample_anchors(pairs, M, anchors, rng)
-            with training.precision():
-                states = mask_states(model, tuning.masks, tuning.prompts, ids, at)
-                loss = sar_loss(states, labels, score) / training.passes  # Eq. 1
-            training.check(loss)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(tuning.parameters(), 1.0)
-        adam.step()  # the model is frozen, so only prompt and mask tokens change
-    save_tuning(out, tuning, model)
+    table = model.get_input_embeddings().weight
+    some = table[:1024:16 if len(table) > 16 else 1, :64].detach().float().cpu()
+    return some - some.mean(0)
 
 
 def save_tuning(path: Path, tuning: Tuning, model) -> None:
-    """Write a tuning to a file, with the model that it is for."""
-    from support.parts import save_part
-    save_part(path, tuning.title, model, dict(tuning.named_parameters()),
-              P=tuning.prompts.shape[3], M=len(tuning.masks))
+    """Write a tuning to a file, in bfloat16, with numbers of the model that it is for."""
+    facts = {"kind": tuning.title, "P": tuning.prompts.shape[3], "M": len(tuning.masks)}
+    tensors = tuning.state_dict() | {"model": some_embeddings(model)}
+    fresh = f"{path}.new"  # an old file stays as it is until the new one is whole
+    save_file({name: x.cpu().bfloat16() for name, x in tensors.items()}, fresh,
+              {"part": json.dumps(facts)})
+    os.replace(fresh, path)
 
 
 @functools.lru_cache(maxsize=1)  # each prompt asks for it anew
@@ -442,13 +277,8 @@ def load_tuning(path: str, model) -> Tuning:
             tensors = {name: file.get_tensor(name).float() for name in file.keys()}
         if header["kind"] != Tuning.title:
             raise ValueError(f"it is one of {header['kind']}")
-        # The file has some numbers of its model's embeddings, less their mean: every 16th of the
-        # first 1,024 tokens, 64 numbers of each. If there are 16 tokens or fewer, it has all of
-        # them. The cosine of two models trained apart is near 0.
-        table = model.get_input_embeddings().weight
-        here = table[:1024:16 if len(table) > 16 else 1, :64].detach().float().cpu()
-        some = tensors.pop("model").flatten()
-        if F.cosine_similarity(some, (here - here.mean(0)).flatten(), 0) < 0.5:
+        known, here = tensors.pop("model").flatten(), some_embeddings(model).flatten()
+        if F.cosine_similarity(known, here, 0) < 0.5:  # that of models trained apart is near 0
             raise ValueError("it was made for another model")
         if not all(x.isfinite().all() for x in tensors.values()):
             raise ValueError("it has numbers that are not finite")
@@ -461,12 +291,154 @@ def load_tuning(path: str, model) -> Tuning:
     return tuning.to(model.device, model.dtype)
 
 
+# ---------------------------------------------------------------------------------- training
+def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int) -> list[tuple]:
+    """Let a model answer prompts greedily; return pairs of a prompt and its answer, token ids.
+
+    limit   the most tokens of an answer
+    """
+    lm = CachedLM(model)
+    eos = eos_ids(model, tokenizer)
+    data = []
+    for prompt in tqdm(prompts, "answers"):
+        chunks = until(autoregressive(lm, prompt), min(limit, lm.max_length - len(prompt)), eos)
+        answer = [token for chunk in chunks for token in chunk]
+        if len(answer) > 1:  # masks predict no token before the second one
+            data.append((prompt, answer))
+    if not data:
+        raise InputError(f"expected answers of 2 tokens or more, got {len(prompts)} others")
+    return data
+
+
+def sample_anchors(data: list[tuple], M: int, most: int, rng: random.Random):
+    """Make a batch of texts, and draw anchors, the positions that groups of masks follow.
+
+    data     pairs of a prompt and its answer, token ids. An answer has two tokens or more
+    M        number of masks of a group
+    most     the most anchors of an answer
+    rng      the source of randomness
+    returns  ids [B, T], anchors [B, G] and labels [B, G, M]. G is the most anchors that a text has.
+             Anchors are 0 where a text has fewer. The label of mask j after position a is the token
+             of position a + j + 1. It is -100 where there is no anchor, and beyond the end of the
+             answer
+    """
+    # From the prompt's last token on, as long as two tokens follow: the anchor itself predicts the
+    # first one, and mask 1 the second one.
+    spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]
+    chosen = [torch.tensor(sorted(rng.sample(span, min(most, len(span))))) for span in spans]
+    texts = [torch.tensor(prompt + answer) for prompt, answer in data]
+    labels = []
+    for text, anchors in zip(texts, chosen):
+        predicted = anchors[:, None] + 2 + torch.arange(M)  # positions, [anchors, M]
+        labels.append(F.pad(text, (0, M), value=-100)[predicted])
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return pad(texts), pad(chosen), pad(labels, padding_value=-100)
+
+
+def mask_logits(model, masks: torch.Tensor, prompts, ids: torch.Tensor, anchors: torch.Tensor):
+    """Compute the logits [B, G, M, V] of groups of mask tokens after anchors. Fig. 3.
+
+    masks     embeddings of the mask tokens, [M, width]
+    prompts   the prompt tokens as in `Tuning`. An empty list: there are none
+    ids       real tokens [B, T]
+    anchors   positions [B, G] of the real tokens that have a group after them
+    """
+    lm = CachedLM(model)
+    B, T = ids.shape
+    P = prompts[0].shape[2] if len(prompts) else 0
+    # The tree of a text: a chain of its tokens, and a group of masks below each anchor.
+    trees = [attach_masks(range(-1, T - 1), owners, len(masks)) for owners in anchors.tolist()]
+    sees = torch.stack([ancestor_mask(tree) for tree in trees]).to(lm.weight.device)
+    positions = (sees.sum(-1) - 1).clamp(max=lm.max_length - 1)  # [B, T + G M], as in `layout`
+    # As in decoding, slots of prompt tokens come first. A place after all rows keeps windows off.
+    places = F.pad(positions, (P, 0), value=10 ** 9)
+
+    def run(inputs: torch.Tensor, first: int, sees_prompts: bool, keep: int) -> torch.Tensor:
+        """Run the rows of nodes from `first` on; return logits of the last `keep` rows."""
+        end = first + inputs.shape[1]
+        visible = F.pad(sees[:, first:end, :end], (P, 0), value=sees_prompts)
+        rows = positions[:, first:end]
+        mask = attention_mask(lm.windows, visible, rows, places[:, :P + end], lm.weight)
+        lm.cache.start = P + first
+        return lm.run_model(inputs, rows, mask, keep)
+
+    with torch.no_grad():  # real tokens see nothing that is tuned
+        run(ids.to(sees.device), 0, False, keep=0)
+    # The prompt tokens fill their slots only now. Above they would have got no gradients.
+    lm.cache.start = 0
+    for layer, (keys, values) in enumerate(prompts):
+        lm.cache.update(keys.expand(B, -1, -1, -1), values.expand(B, -1, -1, -1), layer)
+    groups = masks.to(model.dtype).repeat(B, anchors.shape[1], 1)  # [B, G M, width]
+    return run(groups, T, True, keep=groups.shape[1]).unflatten(1, (-1, len(masks)))
+
+
+def sar_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Compute Eq. 1, as a mean over the labels.
+
+    logits  of masks, [B, G, M, V]
+    labels  [B, G, M], -100 where there is none, which cross_entropy leaves out
+    """
+    return F.cross_entropy(logits.flatten(0, 2).float(), labels.flatten().to(logits.device))
+
+
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str = "", P: int = 16,
+          M: int = 3, max_new_tokens: int = 200, steps: int = 1000, batch: int = 16,
+          anchors: int = 64, lr: float = 3e-2, seed: int = 0) -> None:
+    """Tune prompt and mask tokens for a frozen model on its own answers. Section 3.1.
+
+    Ctrl-C saves what was learnt. With --start the next run goes on from there.
+
+    out:    the safetensors file to make, in a folder that exists
+    start:  a file to go on from, whose P and M count instead of these
+    P:      prompt tokens, 0 or more. With 0 there are only mask tokens
+    M:      mask tokens, 1 or more
+    max_new_tokens: the most tokens of an answer, 2 or more
+    steps:  updates, 1 or more
+    batch:  answers of a step, 1 or more. The logits of all their masks are in memory at once
+    anchors: the most mask groups of an answer, 1 or more
+    lr:     learning rate at the start of its cosine, above 0. The paper's 3e-2 also suits 10M
+            parameters
+    seed:   seed of the first numbers, and of the batches
+    """
+    if min(M, steps, batch, anchors) < 1 or P < 0 or not lr > 0:
+        raise InputError("expected --M, --steps, --batch and --anchors of 1 or more, --P of 0 or "
+                         f"more, --lr above 0, got {M}, {steps}, {batch}, {anchors}, {P}, {lr}")
+    if out.is_dir() or not out.parent.is_dir():
+        raise InputError(f"expected --out to be a file in a folder that exists, got {out}")
+    tuning = copy.deepcopy(load_tuning(start, model)) if start else Tuning(model, P, M, seed)
+    tuning.to(model.device, torch.float32)
+    model.requires_grad_(False)
+    # Section 3.1: questions X and the model's own answers Y.
+    data = collect_answers(model, tokenizer, prompts, max_new_tokens)
+    rng = random.Random(seed)
+    adam = torch.optim.Adam(tuning.parameters(), lr)
+    rate = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    bar = tqdm(range(1, steps + 1), "tuning")
+    try:
+        for step in bar:
+            pairs = rng.sample(data, min(batch, len(data)))
+            ids, at, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)  # random k
+            loss = sar_loss(mask_logits(model, tuning.masks, tuning.prompts, ids, at), labels)
+            adam.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(tuning.parameters(), 1.0)
+            if not (loss + norm).isfinite():
+                raise InputError(f"expected a finite loss, got {loss.item()}: lower --lr from {lr}")
+            adam.step()  # the model is frozen, so only prompt and mask tokens change
+            rate.step()
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    except KeyboardInterrupt:
+        save_tuning(out, tuning, model)
+        print(f"\nstopped in step {step}: saved what was learnt to {out}", file=sys.stderr)
+        raise
+    save_tuning(out, tuning, model)
+
+
 # ------------------------------------------------------------------------- the command line
 def report(run) -> str:
     """Return a line with the mean rows, candidates and accepted candidates of a call."""
-    guessed, accepted, rows = (sum(r[name] for r in run.log) / len(run.log)
-                               for name in ("guessed", "accepted", "rows"))
-    return f"a call: {rows:.1f} rows, {guessed:.1f} of them candidates, {accepted:.2f} accepted"
+    means = {name: sum(call[name] for call in run.log) / len(run.log) for name in run.log[0]}
+    return "a call: {rows:.1f} rows, {guessed:.1f} guessed, {accepted:.2f} accepted".format(**means)
 
 
 COMMAND_LINE = dict(methods=[bita], commands=[train], report=report, ranges={"tree": TREES})

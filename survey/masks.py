@@ -48,9 +48,9 @@ Both methods are BiTA (../bita.py) with parts left out, and use its training:
              are no masks, so that drafting needs a call of its own
     SPACE    no prompt tokens, and the same mask token k times. Instead the model itself is tuned
 
-Their training needs `bita.mask_states`. In one pass it puts a group of masks after each of many
-places of an answer, and gives what the LM head reads at each mask. A mask sees the text up to its
-place, the masks of its group before it, and itself.
+Their training needs `bita.mask_logits`. In one pass it puts a group of masks after each of many
+places of an answer, and gives the logits of each mask. A mask sees the text up to its place, the
+masks of its group before it, and itself.
 
 PaSS is lossless. SPACE is lossless for the TUNED model, whose output it equals.
 
@@ -73,7 +73,7 @@ from pathlib import Path
 from typing import Iterator
 
 import bita
-from bita import attach_masks, load_tuning, mask_states, sample_anchors, sar_loss
+from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
 from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, Clock
@@ -201,15 +201,15 @@ def plan_space(rate: float) -> Iterator[Choice]:
 
 # ---------------------------------------------------------------------------------- training
 
-def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, L: int = 4,
+def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str = "", L: int = 4,
           max_new_tokens: int = 200, steps: int = 300, batch: int = 16, anchors: int = 64,
           lr: float = 3e-2, seed: int = 0) -> None:
     """Train PaSS's look-ahead tokens for a frozen model on its own answers.
 
-    This is BiTA's tuning without prompt tokens. A stopped run goes on.
+    This is BiTA's tuning without prompt tokens. Ctrl-C saves what was learnt.
 
-    out:     the safetensors file to make
-    work:    the folder of answers and checkpoints, by default OUT.work
+    out:     the safetensors file to make, in a folder that exists
+    start:   a file to go on from, whose L counts instead of --L
     L:       how many look-ahead tokens to train, 1 or more
     max_new_tokens: the most tokens of an answer
     batch:   answers of a step
@@ -217,7 +217,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:      the learning rate at which the cosine begins. 3e-2 is that of BiTA's paper, for 7B to
              70B parameters, and suited 10M to 135M
     """
-    bita.train(model, tokenizer, prompts, out=out, work=work, P=0, M=L,
+    bita.train(model, tokenizer, prompts, out=out, start=start, P=0, M=L,
                max_new_tokens=max_new_tokens, steps=steps, batch=batch, anchors=anchors, lr=lr,
                seed=seed)
 
@@ -231,11 +231,11 @@ def accuracy(model, masks: torch.Tensor, data: list[Pair], anchors: int = 64) ->
     data     pairs of a prompt and an answer
     anchors  the most places of an answer after which masks stand
     """
-    rng, score = random.Random(0), score_with(model)
+    rng = random.Random(0)
     hits, total = torch.zeros(len(masks)), torch.zeros(len(masks))
     for pair in data:
         ids, at, labels = sample_anchors([pair], len(masks), anchors, rng)
-        guesses = score(mask_states(model, masks, [], ids, at)).argmax(-1).cpu()  # [1, G, k]
+        guesses = mask_logits(model, masks, [], ids, at).argmax(-1).cpu()  # [1, G, k]
         hits += (guesses == labels).sum((0, 1))
         total += (labels >= 0).sum((0, 1))  # after the end of an answer a label is -100
     return (hits / total.clamp(min=1)).tolist()
@@ -284,13 +284,13 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
-        masked = mask_states(tuned, tuning.mask.expand(k, -1), [], ids, at)
+        masked = mask_logits(tuned, tuning.mask.expand(k, -1), [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
             teacher, _ = read_answers(model, pairs)
         student, _ = read_answers(tuned, pairs)
         plain = divergence_in_parts("forward-kl", score, score, V, teacher, student)
-        return plain.mean() + sar_loss(masked, labels, score)
+        return plain.mean() + sar_loss(masked, labels)
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import torch
 
-from bita import mask_states
 from cli.commands import main as run_command_line
 from common import until
 from support.engine import load
-from support.parts import score_with
 
 ROOT = Path(__file__).resolve().parent.parent
 loaded = functools.cache(load)  # for command lines in one process: each model is read once
@@ -41,11 +39,6 @@ def prefill(lm, ids: list[int]) -> torch.Tensor:
     logits = lm.forward(ids[-1:])
     lm.commit([0])
     return logits
-
-
-def mask_logits(model, *given) -> torch.Tensor:
-    """Return the logits [B, G, M, V] of the states that `bita.mask_states` gives."""
-    return score_with(model)(mask_states(model, *given))
 
 
 def note_calls(monkeypatch, place, name: str) -> list[tuple]:

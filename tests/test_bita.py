@@ -1,19 +1,23 @@
 """BiTA's trees, positions, labels and loss are checked by hand. Masks are trained on what they see
 in decoding. That they change no token of the text is in test_lossless.py."""
 import itertools
+import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 import bita as module
-from bita import PrefixLM, bita, build_tree, measure, sample_anchors, sar_loss
+from bita import (PrefixLM, Tuning, bita, build_tree, load_tuning, mask_logits, sample_anchors,
+                  sar_loss, train)
+from common import CachedLM, InputError, autoregressive
 from fake_models import path_to
 from families import FAMILIES, tiny
-from helpers import mask_logits, note_calls
+from helpers import interrupting, note_calls, tokens_of
 from test_lossless import tuning_of
+from trainings import PROMPTS, WORDLESS
 
-DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([50, 51], [52, 53, 54])]
 LLAMA = tiny("llama")
 
 
@@ -116,24 +120,102 @@ def test_the_loss_by_hand():
     terms = [-logits[at].softmax(-1)[labels[at]].log()
              for at in itertools.product(range(2), repeat=3) if labels[at] >= 0]
     assert len(terms) == 4
-    loss = sar_loss(logits, labels, lambda x: x)
-    torch.testing.assert_close(loss, sum(terms) / 4)
+    torch.testing.assert_close(sar_loss(logits, labels), sum(terms) / 4)
 
 
 # ------------------------------------------------------------------------------------- tuning
 
-def test_what_is_measured_by_hand():
-    """Each label counts alike, however many its answer has. Right is a mask's likeliest token."""
-    tuning, data = tuning_of(LLAMA, 4, 3), DATA
-    loss, shares = measure(LLAMA, tuning, data, 9)
-    terms, right = [], torch.zeros(3)
-    for pair in data:
-        ids, anchors, labels = sample_anchors([pair], 3, 9, random.Random(0))
-        logits = mask_logits(LLAMA, tuning.masks, tuning.prompts, ids, anchors)
-        for g, j in (labels[0] >= 0).nonzero().tolist():
-            label = labels[0, g, j]
-            terms.append(-logits[0, g, j].log_softmax(-1)[label])
-            right[j] += logits[0, g, j].argmax() == label
-    counts = torch.tensor([3 + 3 + 2, 2 + 2 + 1, 1 + 1])  # labels of each mask, answer by answer
-    assert len(terms) == 15 and loss == pytest.approx(sum(terms).item() / 15, rel=1e-4)
-    torch.testing.assert_close(torch.tensor(shares), right / counts)
+def note_losses(monkeypatch) -> list[float]:
+    """Let the loss of each step be kept in the list that is returned."""
+    losses, loss_of = [], module.sar_loss
+    monkeypatch.setattr(module, "sar_loss", lambda *x: losses.append(loss_of(*x)) or losses[-1])
+    return losses
+
+
+def tune(path, model=LLAMA, **how):
+    """Tune on the answers to a few prompts, all of them in each step unless told otherwise."""
+    options = dict(P=3, M=2, steps=20, batch=8, max_new_tokens=8, lr=1e-2) | how
+    train(model, WORDLESS, PROMPTS, out=path, **options)
+
+
+def test_a_tuned_model_writes_its_own_text(tmp_path, monkeypatch):
+    """The loss falls, and more guesses are accepted. The model stays as it is."""
+    model, losses = tiny("llama", vocab_size=12), note_losses(monkeypatch)
+    expected = [tokens_of(autoregressive(CachedLM(model), p), 30) for p in PROMPTS]
+    accepted = []
+    for steps in 1, 20:
+        tune(tmp_path / "file", model, steps=steps)
+        log, file = [], str(tmp_path / "file")
+        load_tuning.cache_clear()
+        lm = PrefixLM(model)
+        assert [tokens_of(bita(lm, p, adapter=file, k=2, log=log), 30) for p in PROMPTS] == (
+            expected)
+        accepted.append(sum(r["accepted"] for r in log) / len(log))
+    assert losses[-1] < 0.8 * losses[1] and accepted[1] > accepted[0]
+    assert all(map(torch.equal, model.parameters(), tiny("llama", vocab_size=12).parameters()))
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_updates_by_hand(tmp_path):
+    """They are Adam's, of a gradient that is cut to a length of 1. The rate falls as a cosine.
+    All answers are in each batch, from the prompt's last token on."""
+    plain = Tuning(LLAMA, 3, 2)
+    adam = torch.optim.Adam(plain.parameters(), 1e-2)
+    data = [(p, tokens_of(autoregressive(CachedLM(LLAMA), p), 8)) for p in PROMPTS]
+    batch = sample_anchors(data, 2, 64, random.Random(0))
+    for step in range(4):
+        adam.param_groups[0]["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * step / 4))
+        adam.zero_grad()
+        sar_loss(mask_logits(LLAMA, plain.masks, plain.prompts, *batch[:2]), batch[2]).backward()
+        length = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+        assert length > 1
+        for p in plain.parameters():
+            p.grad /= length
+        adam.step()
+    tune(tmp_path / "file", steps=4)
+    tuned = load_tuning(str(tmp_path / "file"), LLAMA)
+    for mine, p, begin in zip(tuned.parameters(), plain.parameters(),
+                              Tuning(LLAMA, 3, 2).parameters()):
+        assert (mine - p).abs().mean() < 0.02 * (p - begin).abs().mean()
+
+
+def test_ctrl_c_saves_what_a_next_run_goes_on_from(tmp_path, monkeypatch, capsys):
+    """All answers are in each batch. So the first loss of the run that goes on is that of the step
+    at which Ctrl-C came, up to the rounding of the file."""
+    losses, backward = note_losses(monkeypatch), torch.Tensor.backward
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.Tensor, "backward", interrupting(backward, 6))
+        tune(tmp_path / "half")
+    said = capsys.readouterr().err
+    assert f"stopped in step 6: saved what was learnt to {tmp_path / 'half'}\n" in said
+    tune(tmp_path / "whole", start=str(tmp_path / "half"), P=9, M=9, steps=4)
+    tune(tmp_path / "fresh", steps=4)
+    first, stopped, again, fresh = (losses[i].item() for i in (0, 5, 6, 10))
+    assert again == pytest.approx(stopped, rel=1e-2) and first == fresh > 1.05 * stopped
+    ends = [load_tuning(str(tmp_path / name), LLAMA).masks for name in ("half", "whole", "fresh")]
+    assert {x.shape for x in ends} == {(2, 32)} and len({str(x.tolist()) for x in ends}) == 3
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda x: x * math.nan, lambda x: x * math.inf,
+    lambda x: x + (0 * x).sqrt()])  # only the gradient of the last is no number
+def test_what_is_no_number_is_not_learnt_and_an_old_file_stays(spoil, tmp_path, monkeypatch):
+    tune(tmp_path / "file", steps=1)
+    before, loss_of = (tmp_path / "file").read_bytes(), module.sar_loss
+    monkeypatch.setattr(module, "sar_loss", lambda *x: spoil(loss_of(*x)))
+    with pytest.raises(InputError, match="expected a finite loss, got .*: lower --lr from 0.01"):
+        tune(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == before and len([*tmp_path.iterdir()]) == 1
+
+
+@pytest.mark.parametrize("wrong", [
+    {"P": -1}, {"M": 0}, {"steps": 0}, {"batch": 0}, {"anchors": 0}, {"lr": 0.0},
+    {"lr": float("nan")}, {"max_new_tokens": 1}, {"out": Path("none/file")}, {"out": Path(".")}])
+def test_options_that_make_no_sense_are_refused(wrong, tmp_path):
+    said = "answers of 2 tokens" if "max_new_tokens" in wrong else rf"--{[*wrong][0]}\b.*, got "
+    with pytest.raises(InputError, match=said):
+        tune(**dict(path=wrong.pop("out", tmp_path / "file"), **wrong))
+    assert not [*tmp_path.iterdir()]
+    for how in {"k": 0}, {"tree": "oak"}:
+        with pytest.raises(InputError, match=f"--{[*how][0]} .*, got "):
+            next(bita(PrefixLM(LLAMA), [5], tuning=tuning_of(LLAMA, 0, 1), **how))

@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bita import mask_logits
 from common import Sampler
 from families import tiny
-from helpers import mask_logits
 from support.engine import EngineLM
 from survey import masks as module
 from survey.masks import accuracy, pass_sampling, plan_space, space, tune

@@ -33,8 +33,9 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.masks tune --k 2 --rank 2": "survey.masks --method space --tuning OUT",
     "train distil --layers 0": "speculative --draft OUT"}
 TWINS = {  # another line runs all the code of each
-    "bita train --P 3 --M 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
+    "survey.masks train --L 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
     "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
+FLAT = {"bita train --P 3 --M 2", "survey.masks train --L 2"}  # their loop is in bita.py
 CHOICES = {"heads": ("medusa", "hydra"), "taps": ("0,1", "0,2", "2"),
            "divergence": ("forward-kl", "jsd")}
 # Options that the file keeps and no loss reads, or that do not go with others of the line
@@ -78,6 +79,7 @@ def run(line: str, folder: Path, model, prompts=PROMPTS, **changes) -> Path:
         cllm.collect(model, WORDLESS, prompts, out=options["data"], n=4, max_new_tokens=6)
     else:
         options["prompts"] = prompts
+    folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier run
     Path(folder / "out").unlink(missing_ok=True)
     command(model, WORDLESS, **options)
