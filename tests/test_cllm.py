@@ -3,6 +3,8 @@ trained model is a plain model directory."""
 import itertools
 import json
 import random
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cllm import (augment_states, cllm, collect, draw_states, find_trajectories, losses, profile,
-                  profile_of, read_examples, report, train, training_tree)
+                  profile_of, repeats, report, train, training_tree)
 from common import CachedLM, InputError, autoregressive
 from families import tiny
-from helpers import tokens_of
-from support.parts import score_with
-from support.settings import Settings, use_settings
-from training.loop import Training, divergence
+from helpers import interrupting, tokens_of
+from training.loop import divergence
 from trainings import WORDLESS
 
 PROMPTS = [[5, 9, 3], [7], [4, 4, 17, 30, 2, 8, 11, 6, 25, 40, 12], [2, 33]]
@@ -38,15 +38,14 @@ def test_profile_counts_fast_forwarded_and_stationary_tokens():
     assert profile_of([STABLE], {4}) == (0, 0.0, 0.0)
 
 
-def test_profile_counts_what_decoding_reports(monkeypatch, capsys):
+def test_profile_counts_what_decoding_reports(capsys):
     model = tiny("llama")
-    monkeypatch.setattr("cllm.load", lambda *_: (model, None))
-    profile(model, WORDLESS, PROMPTS[:1], after="new", n=8, max_new_tokens=30)
-    *_, before, after = capsys.readouterr().out.replace("new", "").splitlines()
+    profile(model, WORDLESS, PROMPTS[:1], n=8, max_new_tokens=30)
     log = []
     tokens_of(cllm(CachedLM(model), PROMPTS[0], n=8, log=log), 30, {1})
     words = report(SimpleNamespace(log=log, eos={1})).split()
-    assert before == after == f"|  | {words[0]} | 8 | {words[3]} | {words[8]} |"
+    row = f"|  | {words[0]} | 8 | {words[3]} | {words[7]} |"
+    assert capsys.readouterr().out.splitlines()[-1] == row
 
 
 # -------------------------------------------------------------------------------- collecting
@@ -88,44 +87,58 @@ def test_augmentation_only_sets_wrong_tokens_right():
     assert 0.2 < sum(token > 0 for y in changed for token in y[2:]) / (9 * len(changed)) < 0.45
 
 
+LOOP = "She then has four apples. Tom is here. "
+
+
+@pytest.mark.parametrize("tokens, text, found", [
+    ([3, 4, *[7] * 12, 5], "", True), ([7] * 11, "", False),
+    ([1, 2, 3] * 5, "", True), ([1, 2, 3] * 4 + [1, 2], "", False),
+    ([], LOOP * 3, True), ([], LOOP * 2, False),
+    ([], "        return\n        }\n" * 3, False)])  # lines of ordinary code are short
+def test_an_answer_that_repeats_itself_is_seen(tokens, text, found):
+    assert repeats(tokens, text) == found
+
+
 def read(path):
     return [*map(json.loads, path.read_text().splitlines())]
 
 
 def test_collected_lines(tmp_path):
-    """Those of `find_trajectories`, each prompt once; a prompt that fills the context, and an
-    answer that repeats itself, have no blocks."""
-    model, out, prompts = tiny("gpt2"), tmp_path / "folder" / "o.jsonl", [*PROMPTS, [3, 4] * 80]
-    collect(model, WORDLESS, [*prompts, PROMPTS[0]], out=out, n=6, max_new_tokens=12, augment=0)
-    for prompt, row in zip(prompts, read(out)[1:], strict=True):
-        answer, blocks = find_trajectories(CachedLM(model), prompt, 6, min(12, 160 - len(prompt)),
-                                           {1})
+    """Those of `find_trajectories`. A prompt that fills the context and an answer that repeats
+    itself have none. An older file is never lost."""
+    model, out = tiny("gpt2"), tmp_path / "o.jsonl"
+    collect(model, WORDLESS, [[3, 4] * 80, *PROMPTS], out=out, n=6, max_new_tokens=12, augment=0)
+    for prompt, row in zip(PROMPTS, read(out), strict=True):
+        answer, blocks = find_trajectories(CachedLM(model), prompt, 6, 12, {1})
         assert row == {"prompt": prompt, "answer": answer, "blocks": [[*x] for x in blocks]}
+    with pytest.raises(FileExistsError):
+        collect(model, WORDLESS, PROMPTS, out=out)
     loop = SimpleNamespace(eos_token_id=None, decode=lambda ids: "She has four apples now.\n" * 3)
     collect(model, loop, PROMPTS[:1], out=tmp_path / "b", n=6, max_new_tokens=9)
-    assert read(tmp_path / "b")[1]["blocks"] == []
+    assert read(tmp_path / "b") == []
 
 
-def test_collecting_goes_on_where_it_was(tmp_path):
-    """A run that stopped, say while it wrote the third answer, ends with the file of a whole run.
-    With other settings a run does not go on."""
-    model, whole, half = tiny("llama"), tmp_path / "whole", tmp_path / "half"
-    options = dict(n=6, max_new_tokens=12, augment=1.0)
-    collect(model, WORDLESS, PROMPTS, out=whole, **options)
-    lines = whole.read_text().splitlines(keepends=True)
-    for kept in "", lines[0][:9], "".join(lines[:3]) + lines[3][:-1]:
-        half.write_text(kept)
-        collect(model, WORDLESS, PROMPTS, out=half, **options)
-        assert half.read_text() == whole.read_text()
-    for lm, other in (tiny("llama", seed=1), {}), (model, {"augment": 0}):
-        with pytest.raises(InputError, match="expected a file of {'model': .* of others"):
-            collect(lm, WORDLESS, PROMPTS, out=half, **options | other)
-        assert half.read_text() == whole.read_text()
-    half.write_text(lines[0] + '{"prompt": 5}\n')
-    with pytest.raises(InputError, match="that an earlier run kept in line 2"):
-        collect(model, WORDLESS, PROMPTS, out=half, **options)
-    collect(model, WORDLESS, PROMPTS, out=tmp_path / "plain", **options | {"augment": 0})
-    assert read(tmp_path / "plain")[1:] != read(whole)[1:]
+def test_ctrl_c_keeps_the_answers_that_are_collected(tmp_path, monkeypatch):
+    """Each line is in the file at once, even if the process is killed."""
+    model, seen = tiny("llama"), []
+
+    def decode(ids):
+        seen.append((tmp_path / "o").read_text().count("\n"))
+        return str(ids)
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=interrupting(decode, 3, after=True))
+    with pytest.raises(KeyboardInterrupt):
+        collect(model, tokenizer, PROMPTS, out=tmp_path / "o", n=6, max_new_tokens=12)
+    assert seen == [0, 1, 2] and [x["prompt"] for x in read(tmp_path / "o")] == PROMPTS[:2]
+
+
+def test_states_are_corrected_in_the_file(tmp_path):
+    """Half of the states are others than those of decoding. Another seed corrects other ones."""
+    given = dict(n=6, max_new_tokens=12)
+    for name, more in ("plain", {"augment": 0}), ("one", {"augment": 1.0}), (
+            "two", {"augment": 1.0, "seed": 1}):
+        collect(tiny("llama"), WORDLESS, PROMPTS, out=tmp_path / name, **given, **more)
+    plain, one, two = (read(tmp_path / name) for name in ("plain", "one", "two"))
+    assert [x["answer"] for x in plain] == [x["answer"] for x in one] and plain != one != two
 
 
 # -------------------------------------------------------------------------------- the losses
@@ -149,36 +162,39 @@ def test_a_state_leaves_the_answer_at_its_first_wrong_token():
     assert compared == [(3, 7), (4, 8), (5, 9)]
 
 
-@pytest.mark.parametrize("name, kind", [("gpt2", "forward-kl"), ("mistral", "reverse-kl")])
-def test_losses_equal_a_plain_computation(name, kind):
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma2-capped"])
+def test_losses_equal_a_plain_computation(name):
     """The plain computation takes a pass for each position of Eqs. 4 and 6. The gradient must be
-    equal too, with a constant teacher. Only rows that a loss reads become logits. Answers without
-    states have no consistency loss."""
+    equal too, with a constant teacher. Rows of the prompt become no logits. Answers without states
+    have no consistency loss."""
     model, rng = tiny(name), random.Random(1)
     rows, weight = rows_of(model)[:2], model.get_input_embeddings().weight
-    states = [draw_states(row, 2, rng) for row in rows]
+    drawn = [draw_states(row, 2, rng) for row in rows]
 
     def logits_after(ids):
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     terms, ar = [], []
-    for row, some in zip(rows, states):
+    for row, some in zip(rows, drawn):
         text, first = row["prompt"] + row["answer"], len(row["prompt"])
         for start, y in some:
             y_star = text[start:start + len(y)]
             for i in range(1, len(y)):
                 if y[:i] != y_star[:i]:
                     teacher = logits_after(text[:start] + y_star[:i]).detach()
-                    terms.append(divergence(kind, teacher, logits_after(text[:start] + y[:i])))
+                    student = logits_after(text[:start] + y[:i])
+                    terms.append(divergence("forward-kl", teacher, student))
         ar += [-logits_after(text[:i]).log_softmax(-1)[text[i]] for i in range(first, len(text))]
     assert len(terms) > 10
-    score, scored = score_with(model), []
-    found = losses(model, lambda x: scored.append(len(x)) or score(x), rows, states, kind)
-    assert scored == [len(ar), len(terms), len(terms)]
+    scored = []
+    with model.get_output_embeddings().register_forward_hook(
+            lambda head, inputs, output: scored.append(output.shape[1])):
+        found = losses(model, rows, drawn)
+    assert len(scored) == 2 and sum(scored) == len(ar) + 2 + len(terms)
     for loss, expected in zip(found, (sum(terms) / len(terms), sum(ar) / len(ar))):
         torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-4)
         both = [torch.autograd.grad(x, weight, retain_graph=True)[0] for x in (loss, expected)]
         torch.testing.assert_close(*both, atol=1e-5, rtol=1e-3)
-    assert losses(model, score_with(model), rows, [[]] * 2)[0].item() == 0
+    assert losses(model, rows, [[]] * 2)[0].item() == 0
 
 
 def test_states_are_those_before_the_fixed_point():
@@ -191,54 +207,87 @@ def test_states_are_those_before_the_fixed_point():
 
 # ---------------------------------------------------------------------------------- training
 
-def write(path, rows):
-    """Write a file of trajectories."""
-    lines = [{"model": "m", "n": 6}, *rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+@pytest.fixture
+def data(tmp_path):
+    """A file of trajectories."""
+    path = tmp_path / "data"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(tiny("llama"))))
     return path
 
 
-def test_w_is_the_weight_of_the_ar_loss(tmp_path, monkeypatch):
-    """The loss of the training is Eq. 7. Each of two passes has a half of it."""
-    found, one = [], torch.ones((), requires_grad=True)
-    monkeypatch.setattr(Training, "updates", lambda self, evaluate: [random.Random(0)])
-    monkeypatch.setattr(Training, "check", lambda self, loss: found.append(loss.item()))
+def test_w_is_the_weight_of_the_ar_loss(data, tmp_path, monkeypatch):
+    """The loss of the training is Eq. 7."""
+    one = torch.ones((), requires_grad=True)
     monkeypatch.setattr("cllm.losses", lambda *given: (2.0 * one, 0.5 * one))
-    data = write(tmp_path / "data", rows_of(tiny("llama")))
-    with use_settings(Settings(accumulate=2)):
-        train(tiny("llama"), WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0)
-    assert found == [(2 + 100 * 0.5) / 2] * 2 and one.grad == 2 + 100 * 0.5
+    train(tiny("llama"), WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0, steps=1)
+    assert one.grad == 2 + 100 * 0.5
 
 
-def test_examples_are_split_at_random(tmp_path):
-    """One in ten is held out, 20 at most. Answers without blocks and long texts are left out."""
-    row, file = rows_of(tiny("llama"))[0], tmp_path / "data"
-    rows = [row | {"prompt": [i, 9, 3]} for i in range(50)]
-    rows += [row | {"blocks": []}, row | {"prompt": [9] * 60}]
-    with use_settings(Settings(max_length=len(row["answer"]) + 3)):
-        (n, examples, held_out), another = (read_examples(write(file, rows), x, 61) for x in (0, 1))
-    assert n == 6 and len(held_out) == 5 and another[2] != held_out
-    assert sorted(x["prompt"][0] for x in examples + held_out) == [*range(50)]
-    assert len(read_examples(write(file, [row] * 300), 0, 61)[2]) == 20
-    with pytest.raises(InputError, match="must have trajectories of 2 prompts or more"):
-        read_examples(write(file, []), 0, 61)
-    with pytest.raises(InputError, match="--data must be of tokens below 61, got 61"):
-        read_examples(write(file, [row, row | {"prompt": [61]}]), 0, 61)
-    file.write_text("{}\n")
-    with pytest.raises(InputError, match="a file made by `python cllm.py collect`, got "):
-        read_examples(file, 0, 61)
+def test_the_rate_rises_over_a_twentieth_of_the_steps_then_falls(data, tmp_path, monkeypatch):
+    """A short training has no warm-up."""
+    rates, one = [], torch.ones((), requires_grad=True)
+    monkeypatch.setattr("cllm.losses", lambda *given: (one, one))
+    monkeypatch.setattr(torch.optim.AdamW, "step",
+                        lambda self: rates.append(self.param_groups[0]["lr"]))
+    for steps in 40, 3:
+        train(tiny("llama"), WORDLESS, data=data, out=tmp_path / str(steps), lr=0.1, steps=steps)
+    expected = [0.05, *(0.1 - 0.1 * t / 40 for t in range(1, 40)), 0.1, 0.2 / 3, 0.1 / 3]
+    assert rates == pytest.approx(expected)
 
 
-def test_a_cllm_is_a_plain_greedy_model_directory(tmp_path):
-    """Though the model that it was trained from has settings of sampling, which transformers
-    refuses to save where it does not sample; nothing is lost after the training."""
+def test_a_trained_model_is_a_plain_greedy_model_directory(data, tmp_path, capsys):
+    """Twenty steps make one that decodes its own AR text in fewer calls than before. The model that
+    it was made from has settings of sampling, which transformers refuses to save where it does not
+    sample. The bar shows both losses."""
     model, out = tiny("llama"), tmp_path / "out"
-    data = write(tmp_path / "data", rows_of(model))
     model.generation_config = GenerationConfig(temperature=0.9, do_sample=False, top_k=3,
                                                repetition_penalty=2.0, eos_token_id=[1, 3])
-    train(model, WORDLESS, data=data, out=out, steps=2, lr=5e-4)
-    trained = AutoModelForCausalLM.from_pretrained(out)
+    before = CachedLM(tiny("llama"))
+    train(model, WORDLESS, data=data, out=out, steps=20, lr=1e-2, w=1.0)
+    assert re.search(r"20/20 .*ar=[\d.]+, consistency=[\d.]+", capsys.readouterr().err)
+    trained = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     known = trained.generation_config.to_diff_dict()
     assert known.pop("eos_token_id") == [1, 3] and {*known} <= {"transformers_version"}
     for a, b in zip(trained.parameters(), model.parameters()):
-        assert torch.equal(a, b) and a.dtype == torch.bfloat16
+        assert torch.equal(a, b.float()) and b.dtype == torch.bfloat16
+    after = CachedLM(trained)
+    for prompt in PROMPTS:
+        expected = tokens_of(autoregressive(CachedLM(trained), prompt), 14)
+        assert tokens_of(cllm(after, prompt, n=6), 14) == expected
+        tokens_of(cllm(before, prompt, n=6), 14)
+    assert after.calls < before.calls
+
+
+def test_ctrl_c_saves_the_model_and_training_goes_on_from_it(data, tmp_path, monkeypatch, capsys):
+    """A save that is killed leaves no half model."""
+    out, given = tmp_path / "out", dict(data=data, lr=1e-2, steps=5)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.Tensor, "backward", interrupting(torch.Tensor.backward, 3))
+        train(tiny("llama"), WORDLESS, out=out, **given)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"stopped after 2 of 5 steps; {out} has the model"
+    stopped = AutoModelForCausalLM.from_pretrained(out)
+    begun = tiny("llama").bfloat16()
+    assert not any(map(torch.equal, stopped.parameters(), begun.parameters()))
+    killed = SimpleNamespace(eos_token_id=None, save_pretrained=interrupting(str, 1))
+    with pytest.raises(KeyboardInterrupt):
+        train(stopped, killed, out=tmp_path / "new", **given)
+    assert not (tmp_path / "new").exists()
+    train(stopped, WORDLESS, out=tmp_path / "new", **given)
+    assert [*(tmp_path / "new").glob("*.safetensors")]
+
+
+@pytest.mark.parametrize("command, change, said", [
+    (collect, {"n": 1}, "--n of 2 or more"), (collect, {"max_new_tokens": 0}, "--max-new-tokens"),
+    (collect, {"augment": 1.1}, "--augment of 0 to 1"), (train, {"steps": 0}, "--steps"),
+    (train, {"batch": 0}, "--batch"), (train, {"states": 0}, "--states of 1 or more"),
+    (train, {"lr": 0.0}, "--lr above 0"), (train, {"w": -0.1}, "--w of 0 or more"),
+    (train, {"lr": 1e30}, "--lr must be below 1e.30: the loss is"),
+    (train, {"out": Path()}, "a new folder as --out"),
+    (train, {"data": Path(__file__).with_name("conftest.py")}, "a file of `cllm.py collect`")])
+def test_wrong_input_is_one_line(command, change, said, data, tmp_path):
+    """And no file is made."""
+    given = {"prompts": PROMPTS} if command is collect else {"data": data, "lr": 1e-3, "steps": 3}
+    with pytest.raises(InputError, match=said):
+        command(tiny("llama"), WORDLESS, **{"out": tmp_path / "out"} | given | change)
+    assert [*tmp_path.iterdir()] == [data]

@@ -252,18 +252,6 @@ def test_ctrl_c_at_any_line(tmp_path):
     assert number > 250 and {*known.values()} == {0, 1, 2}
 
 
-LOOP = "She then has four apples. Tom is here. "
-
-
-@pytest.mark.parametrize("tokens, text, found", [
-    ([3, 4, *[7] * 12, 5], "", True), ([7] * 11, "", False),
-    ([1, 2, 3] * 5, "", True), ([1, 2, 3] * 4 + [1, 2], "", False),
-    ([], LOOP * 3, True), ([], LOOP * 2, False),
-    ([], "        return\n        }\n" * 3, False)])  # lines of ordinary code are short
-def test_an_answer_that_repeats_itself_is_seen(tokens, text, found):
-    assert training.repeats(tokens, text) == found
-
-
 # ------------------------------------------------------------------------------ every training
 
 EACH = pytest.mark.parametrize("line", TRAININGS)
@@ -309,8 +297,7 @@ def test_a_training_that_ctrl_c_stopped_goes_on(line, tmp_path, monkeypatch):
     assert counts == [4, 2, 2, 0] and results[0] == results[1] == results[2] != {}
 
 
-@pytest.mark.parametrize("line", [
-    "survey.masks tune --k 2 --rank 2", "cllm train --lr 1e-2 --states 99"])
+@pytest.mark.parametrize("line", ["survey.masks tune --k 2 --rank 2"])
 def test_passes_of_an_update_add_up(line, tmp_path, monkeypatch):
     """Two passes, each over all answers, have the gradient of one. With a tiny learning rate so has
     the next update."""
@@ -384,8 +371,7 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
         model, plain = make_llama(), make_llama()
         prompts = [[50, 51] if n == changed else p for n, p in enumerate(PROMPTS)]
         run(line, tmp_path / str(changed), model, prompts, steps=4, batch=8)
-        if not line.startswith("cllm"):  # which trains the model itself
-            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert ends[0] == ends[-1]
     # So short answers have no right guess of a block or of EAGLE before or after.
     if line in DISTINCT and not line.startswith(("survey.dflash", "survey.eagle train")):

@@ -16,7 +16,6 @@ from training.loop import digest
 TRAININGS = {  # a training: the decoding that reads OUT
     "bita train --P 3 --M 2": "bita --adapter OUT --tree full --k 2",
     "cllm train --lr 1e-2 --states 2": "cllm --target OUT --n 4",
-    "cllm train --lr 1e-2 --rank 1": "cllm --target OUT --n 4",
     "survey.medusa train --K 2": "survey.medusa --adapter OUT --nodes 5",
     "survey.medusa train --K 2 --heads hydra --vocab 9":
         "survey.medusa --adapter OUT --heads hydra --nodes 5",
@@ -33,11 +32,11 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.masks tune --k 2 --rank 2": "survey.masks --method space --tuning OUT",
     "train distil --layers 0": "speculative --draft OUT"}
 TWINS = {  # another line runs all the code of each
-    "survey.masks train --L 2", "cllm train --lr 1e-2 --states 2", "survey.medusa train --K 2",
-    "survey.eagle train", "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
-FLAT = {"bita train --P 3 --M 2", "survey.masks train --L 2"}  # their loop is in bita.py
-CHOICES = {"heads": ("medusa", "hydra"), "taps": ("0,1", "0,2", "2"),
-           "divergence": ("forward-kl", "jsd")}
+    "survey.masks train --L 2", "survey.medusa train --K 2", "survey.eagle train",
+    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
+FLAT = {"bita train --P 3 --M 2", "survey.masks train --L 2",  # their loops are in bita.py
+        "cllm train --lr 1e-2 --states 2"}  # and in cllm.py
+CHOICES = {"heads": ("medusa", "hydra"), "taps": ("0,1", "0,2", "2")}
 # Options that the file keeps and no loss reads, or that do not go with others of the line
 SAME = [("survey.layerskip tune --E 1 --rank 2", "E")]
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
@@ -74,6 +73,7 @@ def run(line: str, folder: Path, model, prompts=PROMPTS, **changes) -> Path:
     known, folder = read_options(command), folder / "new"
     options = {name: x for name, x in LITTLE.items() if name in known} | given | changes
     options |= {name: folder / name for name in ("out", "work") if name in known}
+    folder.mkdir(parents=True, exist_ok=True)
     if "data" in known:  # a CLLM learns from trajectories
         options["data"] = folder / f"data-{digest(model.state_dict(), prompts)}"
         cllm.collect(model, WORDLESS, prompts, out=options["data"], n=4, max_new_tokens=6)

@@ -7,9 +7,10 @@
           └─────── between turns, now and then: evaluate() <─────────────────────────┘
                        └──> a point of the curve, and a checkpoint <name>-<hash>.pt
 
-cllm.py and bita.py have such a loop, which is a part of their papers. All other trainings run the
-loop of `Training.train`, to which a method brings the parameters that it trains, `loss_of(rng)` and
-`evaluate()`. The `train` function of such a method, as in survey/eagle.py, mostly has these steps:
+The trainings of bita.py and cllm.py are a part of their papers, and stand whole in these two files.
+All others run the loop of `Training.train`, to which a method brings the parameters that it trains,
+`loss_of(rng)` and `evaluate()`. The `train` function of such a method, as in survey/eagle.py,
+mostly has these steps:
 
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, …)
     def loss_of(rng): …        # sample some of `data` by `rng`, and return their loss
@@ -33,7 +34,6 @@ import itertools
 import json
 import math
 import random
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -232,22 +232,6 @@ def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work
     data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work, seed)
     few = max(1, min(most, len(data) // 10))
     return work, data[few:], data[:few]
-
-
-def repeats(tokens: list[int], text: str) -> bool:
-    """Tell whether an answer repeats itself, token by token or sentence by sentence.
-
-    Token by token: the same 1 to 8 tokens are found five times or more in a row, and are 12 tokens
-    or more in all. Sentence by sentence: the same line or sentence of 20 characters or more is
-    found three times anywhere. Ordinary code passes, since its lines that recur are short.
-
-    tokens   token ids of the answer
-    text     the same answer as a string
-    """
-    # One token 12 times, two 6 times, or three to eight 5 times.
-    again = re.search(r"(?s)(.)\1{11}|(..)\2{5}|(.{3,8})\3{4}", "".join(map(chr, tokens)))
-    sentences = [s for s in map(str.strip, re.split(r"\n|(?<=[.!?])\s", text)) if len(s) >= 20]
-    return bool(again) or any(sentences.count(s) >= 3 for s in sentences)
 
 
 def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:

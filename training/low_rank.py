@@ -2,8 +2,8 @@
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
 
-layerskip.py, masks.py and cllm.py (--rank) tune a model this way, while their papers train all of
-its weights. So what is trained is small beside the model, and so is its file.
+layerskip.py and masks.py tune a model this way, while their papers train all of its weights. So what
+is trained is small beside the model, and so is its file.
 
     x ──┬── W [out, in], frozen ─────────────────────────── + ── y
         └── A [rank, in] ── B [out, rank]: the branch ──────┘
@@ -73,22 +73,6 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
     return changes
 
 
-def choose_weights(model, rank: int, seed: int) -> dict[str, torch.nn.Parameter]:
-    """Choose what is trained of a model, in place: changes of low rank, or all weights.
-
-    model    the model. All of its weights become float32 if they are trained, since in half
-             precision most steps of AdamW would round to nothing
-    rank     the rank of the changes. 0: all weights
-    seed     the seed of the changes
-    returns  the parameters to train, by name
-    """
-    if rank == 0:
-        return dict(model.float().named_parameters())
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return add_low_rank(model.requires_grad_(False), rank)
-
-
 class Tuned:
     """This is a model with changes of low rank, as a part that `save_trained` takes.
 
@@ -103,7 +87,9 @@ class Tuned:
 
     def __init__(self, original, rank: int, seed: int = 0):
         self.model = share_weights(original)
-        self.changes = choose_weights(self.model, rank, seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.changes = add_low_rank(self.model.requires_grad_(False), rank)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         return self.changes
