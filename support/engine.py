@@ -205,6 +205,30 @@ def require_keys(model) -> None:
 
 # ----------------------------------------------------------------------------------- loading
 
+@contextmanager
+def hold_warnings():
+    """Let transformers warn of a wrong tokenizer or configuration once the `with` block has ended.
+
+    This holds even if all else is quiet, as on a command line. What is refused gets no warning, so
+    that a refusal is one line.
+    """
+    held = []
+    hold = held.append  # it returns None, so a held record goes no further
+    loggers = [logging.get_logger(f"transformers.{name}") for name in WARN]
+    for logger in loggers:
+        logger.setLevel("WARNING")
+        logger.addFilter(hold)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.setLevel("NOTSET")  # that of transformers, as before
+            logger.removeFilter(hold)
+    for record in held:
+        logging.get_logger(record.name).handle(record)
+
+
+@hold_warnings()
 def load(path: str, device: str | None = None, dtype: str | None = None, **options):
     """Load a model and its tokenizer. Code that comes with a checkpoint is never run.
 
@@ -216,8 +240,6 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "auto")
-    for name in WARN:  # even if all else is quiet, as on a command line
-        logging.get_logger(f"transformers.{name}").setLevel("WARNING")
     with explain_errors(f"a model directory or hub id that {device} can load as {dtype}", path):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, found = AutoModelForCausalLM.from_pretrained(

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -106,6 +107,7 @@ def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
     for number in [*streams, *others]:
         os.close(number)
     sys.stdin, sys.stdout, sys.stderr = (open(i, mode) for i, mode in enumerate("rww"))
+    logging.getLogger("transformers").handlers = [logging.StreamHandler()]  # not its parent's
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
     # torch makes its pool of threads anew after a fork. Two threads that did so at once would fail.
     torch.set_num_threads(torch.get_num_threads())
