@@ -4,7 +4,6 @@
 #   make test       check that every method is exact
 #   make bench      measure every method on this machine, beside transformers' generate
 #   make mutants    check that the tests notice mistakes in the code
-#   make picture    draw README's picture of a run on this machine
 #   make gpu        test and measure on a GPU: is it exact there, and how fast
 #   make models     train the embedded models anew (two hours). The commands that train the parts of
 #                   single methods are in models/README.md
@@ -17,7 +16,7 @@ RUN := .venv/bin/python
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(RUN) -m pip install --no-compile --quiet --disable-pip-version-check
 
-.PHONY: demo test mutants bench gpu models picture clean
+.PHONY: demo test mutants bench gpu models clean
 
 demo: .venv/ready
 	$(RUN) -m cli speculative --show --compare
@@ -46,11 +45,6 @@ gpu:
 
 models: .venv/ready
 	$(RUN) models/train.py
-
-# README's screenshot .github/trace.png is a page of ouroboros.py --trace at --window-size=1200,690
-# (chromium --headless --screenshot=FILE.png)
-picture: .venv/ready
-	$(RUN) results/picture.py
 
 # Without a GPU the small build of PyTorch comes first. On Linux pip's own index has one for CUDA,
 # which takes 4 GB more. It is used if the small one cannot be reached.

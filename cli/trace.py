@@ -30,6 +30,10 @@ draft is then truncated by one token, the newest kept row is taken back: the sec
 
 A run is {"method", "prompt", "lms", "target", "rounds"}: token ids of the prompt, the models'
 names, and which of them verifies.
+
+README has a picture of a page, .github/trace.png. It is of ouroboros.py, by `chromium --headless
+--window-size=1200,690 --screenshot=FILE.png`. The picture .github/decode.svg was drawn from such
+records by results/picture.py, which is there at commit 9382b29.
 """
 import json
 import time

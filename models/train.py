@@ -3,12 +3,11 @@ distilled from the target.
 
     python models/train.py                    # everything, about two hours on two CPU cores.
                                               # A stopped run goes on where it was
-    python models/train.py --stage evaluate   # only measure what is there
     python models/train.py distil --target MODEL --layers 0 1 2 3 --prompts FILE --out DIR
 
-    tasks.py ──> tokenizer ──> target ──> draft ──────────> evaluation.json
-                               phase 1    next tokens       losses, accuracies,
-                               phase 2    distillation      loops, acceptance
+    tasks.py ──> tokenizer ──> target ──> draft
+                               phase 1    next tokens
+                               phase 2    distillation
 
 1. The tokenizer is a byte-level BPE, trained on the training tasks. Digits are single tokens, and
    a newline never joins what follows it.
@@ -19,15 +18,12 @@ distilled from the target.
    the target's distribution under the forward KL divergence. The rate at which speculative sampling
    accepts the draft's tokens is the mean of 1 - TVD(target, draft) over positions (Leviathan et
    al., arXiv 2211.17192, Cor. 3.6).
-4. The evaluation measures the losses on held-out examples, the accuracy on each task, how many
-   answers loop, and the acceptance rate.
 
 To add a model, give it a line in SIZES and in TOKENS, a function like `make_draft` that trains and
 saves it, and a name in STAGES.
 """
 import argparse
 import itertools
-import json
 import random
 import shutil
 import sys
@@ -49,7 +45,7 @@ from cli.commands import main  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from support.engine import depth_of, require  # noqa: E402
-from support.files import save_model, write_text  # noqa: E402
+from support.files import save_model  # noqa: E402
 from support.layers import take_layers  # noqa: E402
 from support.settings import Pair  # noqa: E402
 from training.loop import (Training, answer_all, digest, divergence,  # noqa: E402
@@ -348,47 +344,6 @@ def measure_draft(target, draft, pairs: list[Pair]) -> tuple[float, float]:
     return right / total, accepted / total
 
 
-# ------------------------------------------------------------------------------------ figures
-
-def measure_pair(target, draft, tokenizer, prompts: list[str]) -> dict[str, float]:
-    """Measure on the target's answers to prompts how often it would accept the draft's guesses.
-
-    returns  greedy, the share of greedy answers' tokens that the draft chooses as well, and
-             sampled, the mean of 1 - TVD on answers that are sampled at temperature 1
-    """
-    torch.manual_seed(0)
-    greedy, sampled = (measure_draft(target, draft, answer_prompts(
-        target, tokenizer, prompts, temperature)) for temperature in (0.0, 1.0))
-    return {"greedy": round(greedy[0], 4), "sampled": round(sampled[1], 4)}
-
-
-@torch.inference_mode()
-def evaluate(model, tokenizer, n: int = 100, seed: int = 0) -> dict:
-    """Measure a model on n held-out prompts of each task.
-
-    returns  for each task its loss in nats for each token of an answer, the accuracy of greedy
-             answers, how many greedy answers loop, and their mean length in tokens
-    """
-    figures = {}
-    for task in tasks.TASKS:
-        held_out = tasks.take(task, "test", n, seed)
-        prompts = [e.prompt for e in held_out]
-        rows = encode_examples(tokenizer, prompts, [e.answer for e in held_out])
-        loss = total = 0.0
-        for i in range(0, n, 25):
-            ids, weights = pad_rows(rows[i:i + 25])
-            weights = (weights == 1.0).float()  # of the answers, and none of the prompts
-            loss += next_token_loss(model, ids, weights).item() * weights[:, 1:].sum().item()
-            total += weights[:, 1:].sum().item()
-        ids = [answer for _, answer in answer_prompts(model, tokenizer, prompts, 0.0)]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        figures[task] = {"loss": round(loss / total, 4),
-                         "accuracy": sum(map(tasks.grade, held_out, texts)) / n,
-                         "loops": sum(map(tasks.loops, ids)),
-                         "tokens": round(sum(map(len, ids)) / n, 1)}
-    return figures
-
-
 # ------------------------------------------------------------------------------------- stages
 
 def make_target(tokenizer, args: argparse.Namespace, name: str = "target") -> None:
@@ -413,19 +368,7 @@ def make_draft(tokenizer, args: argparse.Namespace) -> None:
     save_model(HERE / "draft", draft.to(torch.bfloat16), tokenizer)
 
 
-def write_evaluation(tokenizer, args: argparse.Namespace) -> None:
-    """Measure the target and the draft that are there, and write the figures down."""
-    target, draft = (common.load(HERE / name, args.device, "float32")[0]
-                     for name in ("target", "draft"))
-    prompts = [e.prompt for e in itertools.islice(mix_examples("test", 1), 150)]
-    figures = {"target": evaluate(target, tokenizer), "draft": evaluate(draft, tokenizer),
-               "acceptance": measure_pair(target, draft, tokenizer, prompts)}
-    lines = json.dumps(figures, indent=1)
-    write_text(HERE / "evaluation.json", lines + "\n")
-    print(lines)
-
-
-STAGES = {"target": make_target, "draft": make_draft, "evaluate": write_evaluation,
+STAGES = {"target": make_target, "draft": make_draft,
           "recurrent": partial(make_target, name="recurrent")}
 
 

@@ -89,12 +89,9 @@ class Ours:
         makes = {**self.make_shared, "eos": lambda: self.eos}
         self.shared = {name: make() for name, make in makes.items() if name in takes}
 
-    def start_run(self) -> Run:
-        """Make a run of the method, which goes on with what the prompts of the round share."""
-        return Run(self.method, self.models, self.shared | self.options, self.eos)
-
     def __call__(self, prompt: list[int]) -> Count:
-        run, before = self.start_run(), {lm: len(lm.passes) for lm in self.models.values()}
+        run = Run(self.method, self.models, self.shared | self.options, self.eos)
+        before = {lm: len(lm.passes) for lm in self.models.values()}
         list(run.decode(prompt, self.limit, self.sample))
         new = {name: lm.passes[before[lm]:] for name, lm in self.models.items()}
         spent = {name: sum(seconds for _, _, seconds in some) for name, some in new.items()}
@@ -495,9 +492,9 @@ def print_tables(bench: Bench) -> None:
 
 # ---------------------------------------------------------------------------- the command line
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """Make a parser with the options that the bench and README's picture have in common."""
-    parser = Parser(description=description.partition("\n")[0],
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the bench's own options."""
+    parser = Parser(description=__doc__.partition("\n")[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add, models = parser.add_argument, ROOT / "models"
     add("--target", default=EMBEDDED)
@@ -518,16 +515,14 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     add("--graphs", action="store_true", help="passes of few widths, on a GPU as CUDA graphs")
     add("--pack", action=argparse.BooleanOptionalAction, default=True,
         help="on a CPU, put large weights into blocks where that is faster (support/packed.py)")
+    add("--only", nargs="*", default=[], help="AR and the rows named so, or whose names begin so")
+    add("--row", action="append", default=[],
+        help='another row, such as "medusa --nodes 16", repeatable')
     return parser
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[],
-                        help="AR and the rows named so, or whose names begin so")
-    parser.add_argument("--row", action="append", default=[],
-                        help='another row, such as "medusa --nodes 16", repeatable')
-    bench = Bench(parser.parse_args())
+    bench = Bench(make_parser().parse_args())
     bench.drop_loops()
     print(f"`{shlex.join(['python', *sys.argv])}`\n\n"
           f"{bench.target.device.type}, {bench.target.dtype}, {torch.get_num_threads()} "

@@ -15,6 +15,7 @@
 import json
 import os
 import re
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Sequence
@@ -52,9 +53,9 @@ def check_result(option: str, path: Path, begins: str = PAGE) -> None:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file or a folder beside its place, and move it there once it is whole.
 
-    A writer that fails or is interrupted, as by a full disk, leaves what was there before. A file
-    that is replaced keeps its mode. A new one gets that of any new file, since some writers let
-    nobody else read theirs.
+    A writer that fails or is interrupted, as by a full disk, leaves what was there before. What a
+    killed one has begun is no part of what is written later. A file that is replaced keeps its
+    mode. A new one gets that of any new file, since some writers let nobody else read theirs.
 
     path    the file or folder to make. The folders above it are made
     write   a function that makes the file or the folder at the path that it is given
@@ -62,6 +63,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     path = Path(os.path.realpath(path))  # a link stays a link
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".new-{path.name}")
+    if fresh.is_dir() and not fresh.is_symlink():
+        shutil.rmtree(fresh)
+    fresh.unlink(missing_ok=True)
     write(fresh)
     usual = os.umask(0)  # which can only be read by setting it
     os.umask(usual)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bench as module
-from bench import AR, Bench, Count, Ours, Results, Theirs, make_line, parser_of
+from bench import AR, Bench, Count, Ours, Results, Theirs, make_line, make_parser
 from common import InputError, Sampler
 from fake_cuda import FakeCuda
 from families import near, tiny
@@ -31,7 +31,7 @@ def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
 
 
 def made(*argv) -> Bench:
-    return Bench(parser_of("").parse_args(argv))
+    return Bench(make_parser().parse_args(argv))
 
 
 def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
@@ -71,7 +71,7 @@ def test_rounds_interleave_the_methods():
     one = [call.x.new_round(), call.y.new_round()]
     one += [getattr(call, name)(i) for i in (1, 2, 3, 4, 5) for name in "xy"]
     for graphs, warming in ([], (1, 2, 3)), (["--graphs"], (1, 2, 3, 4, 5)):
-        bench.args = parser_of("").parse_args(["--rounds", "2", *graphs])
+        bench.args = make_parser().parse_args(["--rounds", "2", *graphs])
         methods.reset_mock()
         counts = bench.measure({"x": methods.x, "y": methods.y}).counts
         warm = [getattr(call, name)(i) for name in "xy" for i in warming]

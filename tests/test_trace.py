@@ -1,7 +1,6 @@
 """The page of `--trace` shows what was decoded, for every method, and nothing in it is ever run."""
 import json
 import re
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from cli.trace import PAGE, make_page, watch
 from common import autoregressive, greedy
 from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
-from picture import draw_picture
 from speculative import speculative
 from support.engine import EngineLM
 from test_structure import FILES, functions_of
@@ -115,20 +113,3 @@ def test_text_is_shown_and_never_run(embedded):
     assert "".join(said) == tokenizer.decode(prompt + answer)
     assert "innerHTML" not in script + empty and "http" not in (script + empty).replace(
         "http://www.w3.org/2000/svg", "")
-
-
-def test_the_picture_is_small_and_shows_the_output(embedded):
-    """Well-formed; the name and the text of each run, and below them a bar for each call."""
-    target, draft, tokenizer = embedded
-    prompt = tokenizer.encode("Write a function <b>. " + TEXT)
-    records, outputs = watch_runs(prompt, 30, (speculative, {"target": target, "draft": draft}),
-                                  (autoregressive, {"target": target}))
-    drawn = draw_picture(records, tokenizer)
-    assert len(drawn.encode()) < 60_000
-    root, name = ElementTree.fromstring(drawn), "{http://www.w3.org/2000/svg}"
-    texts = ["".join(x.itertext()) for x in root.iter(f"{name}text")]
-    lines = [tokenizer.decode(x, skip_special_tokens=True).split("\n") for x in outputs]
-    assert {"speculative", "token by token", *lines[0], *lines[1]} <= {*texts}
-    bars = [x.attrib["class"] for x in root.iter(f"{name}rect")]
-    calls = [call for run in records for step in run["rounds"] for call in step["calls"]]
-    assert len(bars) == len(calls) and {*bars} == {"target", "draft"}

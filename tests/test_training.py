@@ -196,11 +196,23 @@ def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
     assert file.read_text() == "new" and [*file.parent.iterdir()] == [file]
 
     def write(fresh):
-        fresh.mkdir()
+        fresh.mkdir(exist_ok=True)  # as `save_pretrained` does
         (fresh / "config.json").write_text("new")
     folder.mkdir()
+    # What killed runs have left there: a folder in place of a file, another model, a file in place
+    # of a folder, and a link.
+    (tmp_path / ".new-text/deep").mkdir(parents=True)
+    write_text(tmp_path / "text", "new")
+    (tmp_path / ".new-folder").mkdir()
+    (tmp_path / ".new-folder/chat_template.jinja").write_text("another model's")
     write_whole(folder, write)
-    assert (folder / "config.json").read_text() == "new"
+    (tmp_path / ".new-next").write_text("half")
+    write_whole(tmp_path / "next", write)
+    (tmp_path / ".new-last").symlink_to(tmp_path / "next")
+    write_whole(tmp_path / "last", write)
+    for made in folder, tmp_path / "next", tmp_path / "last":
+        assert [x.name for x in made.iterdir()] == ["config.json"] and not made.is_symlink()
+    assert (folder / "config.json").read_text() == (tmp_path / "text").read_text() == "new"
     with pytest.raises(OSError):
         write_whole(folder, write)
     assert (tmp_path / ".new-folder/config.json").read_text() == "new"  # nothing is lost
