@@ -323,7 +323,7 @@ def losses(model, examples: list[dict], drawn: list[list]) -> tuple[torch.Tensor
     for example, pairs in zip(examples, drawn):
         prompt, answer = example["prompt"], example["answer"]
         ids, parents, compared = training_tree(prompt + answer, pairs)
-        # The last token of the prompt predicts the answer's first one. No loss reads an earlier node
+        # The last token of the prompt predicts the answer's first. No loss reads an earlier node
         first = len(prompt) - 1
         log_q = read_tree(model, ids, parents, first).log_softmax(-1)  # [m, V]
         # Eq. 6: - log q(l_i | l_<i, x), for all i

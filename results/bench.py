@@ -73,7 +73,7 @@ class Ours:
     method   the method, a generator
     models   the cached models by the names of the method's arguments
     limit    the most tokens of an answer
-    shared   for an argument of the method, the function that makes what the prompts of a round share
+    shared   for an argument of the method, what makes it. The prompts of a round share the result
     options  further arguments of the method
     """
 

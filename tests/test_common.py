@@ -156,8 +156,8 @@ def test_the_small_command_line_ends_with_the_shortest_context(small, embedded):
 
 
 def test_the_small_command_line_prints_all_blanks_and_characters(small, embedded, monkeypatch):
-    """The tokens are bytes of text with indents and with characters of several bytes. All ids count,
-    even if some are missing below them."""
+    """The tokens are bytes of text with indents and with characters of several bytes. All ids
+    count, even if some are missing below them."""
     target, _, tokenizer = embedded
     text = "def f(x):\n    if x:\n        return 'é 🍐'\n"
     ids, seen = tokenizer.encode(text), []
@@ -178,7 +178,8 @@ MISTAKES = {  # command lines, and what is said of each
     "numbers, got nan or infinity .* 1e-40$": [speculative_file, *SHORT, "--temperature", "1e-40"],
     "got models/nowhere": [jacobi, *SHORT, "--target", "models/nowhere"],
     "expected a model .* device": [speculative_file, *SHORT, "--device", "nope"],
-    "room for an answer of 1 token or more, got -[0-9]+$": [speculative_file, "--prompt", "apples " * 40],
+    "room for an answer of 1 token or more, got -[0-9]+$": [
+        speculative_file, "--prompt", "apples " * 40],
     "chat_template is not set": [speculative_file, *SHORT, "--chat"],
     "unrecognized arguments: --W 3$": [jacobi, *SHORT, "--W", "3"],
     "invalid choice: 'nope'": [jacobi, "--method", "nope"],

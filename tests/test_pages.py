@@ -1,14 +1,17 @@
 """Every link of the pages leads somewhere, every command exists, the tables of files are true."""
 import argparse
+import importlib
 import re
 import shlex
 
 import pytest
 
 from bench import METHODS
+from cli.__main__ import list_files
+from common import main
 from helpers import ROOT, script
 from mutants import find_functions
-from test_structure import code_lines, FILES, copied_with, path_of, written
+from test_structure import SIX, code_lines, FILES, copied_with, path_of, written
 
 PAGES = [name for name in written() if name.endswith(".md")]
 

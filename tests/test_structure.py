@@ -22,7 +22,7 @@ from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1200, "cli": 900, "models": 980, "results": 560, "tests": 7800,
+LIMITS = {"root": 1150, "cli": 920, "models": 930, "results": 370, "tests": 7930,
           "hybrid support survey training": 4520}  # lines of code; prose has no limit
 
 
@@ -113,7 +113,7 @@ def test_imports_run_one_way(name):
     if name in FILES:
         assert ast.unparse(last.test) == "__name__ == '__main__'"
         # Python prints the line of an import that fails, and with it the comment.
-        line = "\n    from cli.commands import main  # the command line is in cli/, a folder of this "
+        line = "\n    from cli.commands import main  # the command line is in cli/, a folder of "
         assert (line in path_of(name).read_text()) == (room_of(name) != "root")
 
 
@@ -137,7 +137,8 @@ def lines_of(name: str, text: str) -> list[list[str]]:
     for line in shown:
         words = shlex.split(line.replace('"..."', shlex.quote(text)).replace("FILE", "prompts"))
         decodes = words[0].startswith("--")
-        few = {"train": ["--steps", "20", "--batch", "2"], "profile": []}.get(words[0], ["--seed", "1"])
+        steps = ["--steps", "20", "--batch", "2"]
+        few = {"train": steps, "profile": []}.get(words[0], ["--seed", "1"])
         limit = [] if words[0] == "train" and name == "cllm" else ["--max-new-tokens", "9"]
         yield [*words, *few, *limit, *["--compare"] * decodes]
 
@@ -222,10 +223,9 @@ def code_lines(source: str, node: ast.AST | None = None) -> int:
 def test_common_has_few_ideas_and_a_file_with_its_training_few_lines():
     """What is read first must be read whole, in one sitting."""
     source = read("common.py")
-    [command_line] = [x for x in ast.parse(source).body if getattr(x, "name", "") == "main"]
-    assert code_lines(source) <= 225 and len(source.splitlines()) <= 470
-    assert max(code_lines(read(f"{name}.py")) for name in ("bita", "cllm")) <= 240
-    assert code_lines(source, command_line) <= 30 and ast.parse(source).body[0].end_lineno <= 75
+    assert code_lines(source) <= 294 and len(source.splitlines()) <= 580
+    assert max(code_lines(read(f"{name}.py")) for name in ("bita", "cllm")) <= 216
+    assert ast.parse(source).body[0].end_lineno <= 75
 
 
 @pytest.mark.parametrize("rooms", LIMITS)

@@ -2,8 +2,8 @@
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
 
-layerskip.py and masks.py tune a model this way, while their papers train all of its weights. So what
-is trained is small beside the model, and so is its file.
+layerskip.py and masks.py tune a model this way, while their papers train all of its weights. So
+what is trained is small beside the model, and so is its file.
 
     x ──┬── W [out, in], frozen ─────────────────────────── + ── y
         └── A [rank, in] ── B [out, rank]: the branch ──────┘
