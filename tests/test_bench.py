@@ -16,7 +16,7 @@ from fake_cuda import FakeCuda
 from families import near, tiny
 from helpers import ROOT, script
 from support.engine import EngineLM
-from ouroboros import ouroboros
+from ouroboros import COMMAND_LINE, ouroboros
 
 
 def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
@@ -37,7 +37,7 @@ def made(*argv) -> Bench:
 def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
     model = tiny("llama")
     lms = {"target": EngineLM(model), "draft": EngineLM(near(model, 0.05))}
-    run, pools = Ours(ouroboros, lms, 12, set(), Sampler(0)), set()
+    run, pools = Ours(ouroboros, lms, 12, set(), Sampler(0), COMMAND_LINE["shared"]), set()
     for prompt in ([3, 14, 15] * 20, [3, 14, 15]):
         run.new_round()
         for lm in lms.values():  # what another prompt has left there

@@ -409,7 +409,7 @@ speculative --chat enable_thinking=false
 speculative --draft a --draft b
 mjsd --method mjgd --temperature 1
 bita --tree oak
-bita train --data {odd}/pairs --prompts models/examples.jsonl
+survey.masks tune --data {odd}/pairs --prompts models/examples.jsonl
 survey.sequoia --nodes 1
 survey.several_drafts --K 1537
 survey.medusa --heads three
@@ -523,7 +523,8 @@ def test_commands(ask, tmp_path):
     where they take them. One that trains takes pairs too, and what all trainings can be told."""
     given = []
 
-    def learn(model, tokenizer, *, out: Path, steps: int = 3, lr: float = 0.1, other=None, prompts):
+    def learn(model, tokenizer, *, out: Path, work: Path = None, steps: int = 3, lr: float = 0.1,
+              other=None, prompts):
         """out: what to make"""
         given.append((model.dtype, prompts, out, steps, training.SETTINGS.get()))
 
@@ -547,8 +548,8 @@ def test_commands(ask, tmp_path):
     for line in "learn", "count --size 5 --prompts x", "learn --out x --other y", "--gamma 3 learn":
         refusal(command(line))
     _, out, _ = command("learn --help")
-    assert out.startswith("usage: python tests/test_cli.py learn [options]\n")
-    assert "python speculative.py count --help\n" in command("--help")[1]
+    assert out.startswith("usage: python -m cli test_cli learn [options]\n")
+    assert "python -m cli speculative count --help\n" in command("--help")[1]
 
 
 # -------------------------------------------------------------------------- interruptions
