@@ -88,7 +88,8 @@ MUTANTS = {
     "ouroboros.py": [
         ("chain + x for x", "x for x", "guesses do not hang below the unseen tokens"),
         ("agreed:", "True:", "a phrase goes on behind a choice that the draft does not agree with"),
-        ("path[len(d):-1]", "path[len(d) + 1:]", "a suffix is corrected by the choices one node too late"),
+        ("path[len(d):-1]", "path[len(d) + 1:]",
+         "a suffix is corrected by the choices one node too late"),
         ("pool is None", "pool is None or not pool.ngrams", "prompts do not share their phrases")],
     "mjsd.py": [
         ("[beam for beam in found if beam.ended]", "[]", "a beam that ended is lost"),
