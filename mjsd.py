@@ -78,7 +78,7 @@ def mjgd(target: CachedLM, prompt: list[int], *, K: int = 3, beams: int = 8,
                          f"{K=}, {beams=}, temperature={sample.temperature}")
     root = begin(prompt, target)[-1]
     while True:
-        # The best beam approximates the argmax over all texts of K tokens.
+        # The best Beam (below) approximates the argmax over all texts of K tokens.
         best = beam_search(target, [root], K, beams, sample, eos)[0]
         if not best.tokens:
             raise InputError("expected logits that are numbers, got nan from the target")

@@ -116,9 +116,9 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
 
     Yields chunks of 1 to gamma + W + 2 beta - 2 tokens. For each round it logs {"guessed",
     "accepted", "calls", "matched", "phrases"}. The first two count guesses and accepted guesses,
-    those of suffixes among them. "calls" counts draft calls. "matched" is #Match of Eq. 10 for
-    the drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the
-    phrases that verification made.
+    those of suffixes among them. "calls" counts draft calls. "matched" is #Match of Eq. 10 for the
+    drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
+    that verification made.
 
     Prompts that are given the same `pool` share its phrases (3.4). None: a new pool.
     """

@@ -48,7 +48,7 @@ def test_a_count_is_of_one_prompt_and_a_pool_of_one_round():
         assert count.target == sum(seconds for *_, seconds in target.passes[before:]) > 0
         assert 0 < count.target + count.draft < count.total
         pools.add(id(run.shared["pool"]))
-    assert run.shared["pool"].phrases and len(pools) == 2
+    assert run.shared["pool"].ngrams and len(pools) == 2
 
 
 def test_transformers_own_passes_are_timed(models):
