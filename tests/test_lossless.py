@@ -61,7 +61,7 @@ from support.characters import BOUNDARY, as_text
 from support.engine import EngineLM
 from support.layers import make_config
 from support.released import describe_dflash, some_weights
-from support.trees import TRIALS, Acceptance
+from support.trees import RANKS, TRIALS, Acceptance
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
                     several_drafts, triforce)
@@ -163,7 +163,7 @@ METHODS = {
     "specinfer": lambda model: Line(
         several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
     "specinfer, two drafts": lambda model: Line(
-        several_drafts.specinfer, dict(gamma=4, K=2), [near(model, 0.05), near(model, 0.1)],
+        several_drafts.specinfer, dict(gamma=4, K=2), [near(model, 1.0), near(model, 2.0)],
         dict(gamma=1, K=2)),
     "spectr": lambda model: Line(
         several_drafts.spectr, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2),
@@ -470,6 +470,9 @@ def test_trees_are_learnt_from_and_no_call_is_made_to_be_timed(name, monkeypatch
             [(learnt, hits)] = made
             assert sum(learnt.hits) == pytest.approx(hits + sum(x["accepted"] for x in log))
             assert more or learnt.tried[0] > TRIALS
+            if name == "space":  # its masks are no guesses
+                assert sum(learnt.tried) == RANKS * TRIALS + sum(
+                    min(x["drafted"], 1 + x["accepted"]) for x in log)
 
 
 # ---------------------------------------------------------------------------------- a GPU

@@ -17,7 +17,7 @@ from cli.commands import is_training
 from cli.options import read_options
 from families import near, tiny
 from helpers import ROOT, fork, forget_project, main
-from mutants import commands_of, find_functions, list_files, list_written, read
+from mutants import find_functions, list_files, list_written, read
 from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
@@ -307,7 +307,5 @@ def test_every_mutant_can_be_made():
     assert all(x.source != read(x.file) for x in mutants)
 
 
-def test_every_method_has_mutants_and_every_file_with_mutants_has_tests():
-    files = {x.file for x in list_written()}
-    assert {*FILES} <= {name_of(file) for file in files}
-    assert all(commands_of(file) for file in files)
+def test_every_method_has_mutants():
+    assert {*FILES} <= {name_of(x.file) for x in list_written()}
