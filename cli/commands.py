@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from transformers.utils import chat_template_utils
 
-from cli.files import read_lines
+from cli.files import read_lines, read_prompts
 from cli.loading import encode_prompts, load_checked
 from cli.main import Table, perform, run_script
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
@@ -76,7 +76,8 @@ def encode_data(model, tokenizer, args: Namespace) -> tuple[list[list[int]], lis
     # `strftime_now` of templates asks this name for the date.
     with patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: DATE)):
         if rows is None:
-            return encode_prompts(model, tokenizer, args.prompts, args.chat), None
+            texts = args.prompts or read_prompts()
+            return encode_prompts(model, tokenizer, texts, args.chat), None
         pairs = [encode_pair(model, tokenizer, row, args.chat) for row in rows]
     return [prompt for prompt, _ in pairs], pairs
 

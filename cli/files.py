@@ -4,13 +4,15 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Callable
 
+from support.engine import MODELS
 from support.files import explain
 
 
-def read_prompts(path: str | Path) -> list[str]:
+def read_prompts(path: str | Path = MODELS / "examples.jsonl") -> list[str]:
     """Read the prompts of a file, one a line or JSON lines; argparse takes this function as a type.
 
-    path     a file that `read_rows` reads, for example what `python models/tasks.py N` prints
+    path     a file that `read_rows` reads, for example what `python models/tasks.py N` prints. The
+             default has three examples, for a command line without prompts
     """
     return [row["prompt"] for row in read_rows(path)]
 

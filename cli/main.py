@@ -14,22 +14,24 @@ Read this file from its end. There `perform` does what a command line says. Thes
 import itertools
 import signal
 import sys
-from argparse import Namespace
-from contextlib import suppress
+from argparse import ArgumentTypeError, Namespace
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from inspect import signature
+from logging import getLogger
 from pathlib import Path
 from typing import Callable, Container, Iterator, NamedTuple
 
-from huggingface_hub.utils import logging as hub
+from huggingface_hub import utils as hub
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from cli.files import read_prompts
 from cli.graphs import GraphedLM
 from cli.loading import encode_prompts, load_checked
 from cli.options import MODELS, parse_decoding, read_options, select_options
 from cli.run import Run, count_guesses, kind_for
-from cli.text import MOST, read_arguments, set_encodings, stream
+from cli.text import MOST, prepare_streams, read_input, stream
 from cli.trace import make_page, watch
 from cli.trajectory import show_trajectory
 from common import InputError, Sampler, autoregressive, context_length, eos_ids
@@ -119,7 +121,8 @@ class Session:
             self.run_as = GraphedLM
             for model in self.models.values():
                 check(model, partial(GraphedLM, waits=False))  # once more, by what a replay gives
-        self.texts = read_arguments(args.prompt) if args.prompt else args.prompts
+        given = [read_input() if text == "-" else text for text in args.prompt or []]
+        self.texts = given or args.prompts or read_prompts()
         self.prompts = encode_prompts(target, tokenizer, self.texts, args.chat)
         self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))
@@ -162,7 +165,8 @@ class Session:
         returns  the run, which has the outputs
         """
         args = self.args
-        colour = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
+        terminal = getattr(sys.stdout, "isatty", bool)  # a server's stdout may have no such method
+        colour = args.show == "always" or (args.show == "auto" and terminal())
         if args.compare and self.on_gpu:  # it loads each kernel when the kernel is first needed
             list(self.answer(self.start_run(method, options), self.prompts[0]))
         run = self.start_run(method, options)
@@ -252,6 +256,8 @@ def perform(table: Table, argv: list[str] | None) -> int | None:
     """Do what a command line says: answer prompts with a method, or tune the method's options."""
     args = parse_decoding(table.methods, table.commands, table.target, argv)
     method = next(f for f in table.methods if f.__name__ == args.method)
+    require(not (args.tune and (args.compare or args.trace)), "tune",
+            "given without --compare and --trace", "one of them")
     if args.trace:
         check_result("trace", args.trace)
     options = select_options(args, method, table.methods)
@@ -268,13 +274,35 @@ def perform(table: Table, argv: list[str] | None) -> int | None:
             print(f"trace: {args.trace.resolve()}", file=sys.stderr)
 
 
-PIPE = getattr(signal, "SIGPIPE", signal.SIGTERM)  # Windows has none
+# The errors that wrong input may raise. A RuntimeError may say that the memory is full
+MISTAKES = (InputError, ArgumentTypeError, OSError, SafetensorError, UnicodeError, RuntimeError)
 
 
 def stop(number: int, _) -> None:
     """End a run as Ctrl-C ends it, which leaves a checkpoint; a second such signal is ignored."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
+
+
+@contextmanager
+def borrow_process() -> Iterator[None]:
+    """Set what all of a process shares as a script needs it, and put everything back in the end.
+
+    A command line may run in a notebook or a server, which goes on.
+    """
+    with prepare_streams(), ExitStack() as undo:
+        for logger in getLogger("transformers"), getLogger("huggingface_hub"):  # they say much
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel("ERROR")
+        silent = hub.are_progress_bars_disabled()
+        undo.callback(hub.disable_progress_bars if silent else hub.enable_progress_bars)
+        if logging.is_progress_bar_enabled():
+            undo.callback(logging.enable_progress_bar)
+        logging.disable_progress_bar()  # here and of the hub
+        with suppress(ValueError):  # only the main thread of a process can set what a signal does
+            before = signal.signal(signal.SIGTERM, stop)  # None: the handler is not Python's
+            undo.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
+        yield
 
 
 def run_script(act: Callable[[], int | None]) -> int:
@@ -285,25 +313,18 @@ def run_script(act: Callable[[], int | None]) -> int:
              is 128 and the signal's number after Ctrl-C, SIGTERM and a closed pipe. Otherwise it is
              what `act` returned
     """
-    set_encodings()
-    logging.set_verbosity_error()
-    hub.set_verbosity_error()  # offline it would print two lines for each of its attempts
-    logging.disable_progress_bar()
-    with suppress(ValueError):  # only the main thread of a process can set what a signal does
-        signal.signal(PIPE, signal.SIG_IGN)  # so that print raises BrokenPipeError
-        signal.signal(signal.SIGTERM, stop)
-    try:
-        return act() or 0
-    except BrokenPipeError:  # as of `| head`, which asks for no more words
-        return 128 + PIPE
-    except (InputError, OSError, SafetensorError, UnicodeError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise  # a mistake of this project, not of its user
-        print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stopped:
-        print("\ninterrupted", file=sys.stderr)
-        return 128 + (stopped.args or [signal.SIGINT])[0]
-    finally:
-        with suppress(ValueError):
-            signal.signal(PIPE, signal.SIG_DFL)  # what is still to be printed may end the process
+    with borrow_process():
+        try:
+            status = act() or 0
+            sys.stdout.flush()  # what is still to be printed may meet a closed pipe, too
+            return status
+        except BrokenPipeError:  # as of `| head`, which asks for no more words
+            return 128 + 13  # SIGPIPE, which Windows does not have
+        except MISTAKES as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise  # a mistake of this project, not of its user
+            print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt as stopped:
+            print("\ninterrupted", file=sys.stderr)
+            return 128 + (stopped.args or [signal.SIGINT])[0]

@@ -101,7 +101,6 @@ def add_prompt_options(parser: ArgumentParser):
     files = parser.add_mutually_exclusive_group()
     files.add_argument(
         "--prompts", type=read_prompts, metavar="FILE",
-        default=f"{MODELS}/examples.jsonl",
         help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
     parser.add_argument("--chat", nargs="?", const={}, type=json.loads, metavar="JSON",
                         help='use the chat template, with settings as {"enable_thinking": false}')

@@ -2,9 +2,12 @@
 
 Text that comes in and goes out is UTF-8, whatever the locale of the machine says."""
 import io
+import os
 import sys
 from argparse import ArgumentParser
+from contextlib import ExitStack, contextmanager
 from typing import Iterator
+from unittest.mock import patch
 
 from support.files import shorten
 
@@ -15,27 +18,53 @@ MOST = 600  # characters of a message
 
 # ------------------------------------------------------------------------------- the streams
 
-def set_encodings() -> None:
-    """Make stdout and stderr take every character: what is printed must not end a run.
+@contextmanager
+def prepare_streams() -> Iterator[None]:
+    """Make stdout and stderr take every character inside a `with`: no print must end a run.
 
     A file or a pipe gets UTF-8. A terminal may read another encoding, so it keeps its own, and what
-    this encoding lacks is printed as a question mark.
+    this encoding lacks is printed as a question mark. A program without a console may have no
+    streams at all. Then nothing is read, and what is printed is lost.
     """
-    for stream in sys.stdout, sys.stderr:
-        if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
-            encoding = stream.encoding if stream.isatty() else "utf-8"
-            stream.reconfigure(encoding=encoding, errors="replace")
+    with ExitStack() as undo:
+        nowhere = undo.enter_context(open(os.devnull, "r+"))
+        for name in "stdin", "stdout", "stderr":
+            undo.enter_context(patch.object(sys, name, getattr(sys, name) or nowhere))
+        for stream in sys.stdout, sys.stderr:
+            if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
+                undo.callback(stream.reconfigure, encoding=stream.encoding, errors=stream.errors)
+                undo.callback(empty_stream, stream)  # which reconfigure would do, and might fail
+                encoding = stream.encoding if stream.isatty() else "utf-8"
+                stream.reconfigure(encoding=encoding, errors="replace")
+        yield
 
 
-def read_arguments(given: list[str]) -> list[str]:
-    """Return the texts of --prompt, among which "-" stands for standard input.
+def empty_stream(stream: io.TextIOWrapper) -> None:
+    """Write what a stream still holds, or forget it if its pipe is closed or its disk is full.
 
-    Standard input is UTF-8, may begin with a byte order mark, and may have the line ends of any
-    system. UnicodeError if it is not UTF-8.
+    Else Python would try once more when it ends, and would complain.
     """
-    if "-" in given:
-        sys.stdin.reconfigure(encoding="utf-8-sig", newline=None)  # None: each line end becomes \n
-    return [sys.stdin.read() if text == "-" else text for text in given]
+    try:
+        stream.flush()
+    except OSError:
+        number = stream.fileno()
+        pipe = os.dup(number)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), number)
+        stream.flush()
+        os.dup2(pipe, number)
+        os.close(pipe)
+
+
+def read_input() -> str:
+    """Return the text on standard input, whose own settings stay.
+
+    It is UTF-8, may begin with a byte order mark, and may have the line ends of any system.
+    UnicodeError if it is not UTF-8.
+    """
+    if not isinstance(sys.stdin, io.TextIOWrapper):
+        return sys.stdin.read()
+    return io.TextIOWrapper(io.BytesIO(sys.stdin.buffer.read()), "utf-8-sig").read()
 
 
 class Parser(ArgumentParser):

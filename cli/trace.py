@@ -110,8 +110,9 @@ class Recorder:
 
     def note_truncate(self, lm, length, *_) -> None:
         self.pending.pop(lm, None)
-        for place in [place for place in self.final[lm] if place >= length]:
-            self.final[lm].pop(place)["kept"].pop()
+        final = self.final[lm]  # in the order of their places, so the last ones go
+        while final and next(reversed(final)) >= length:
+            final.popitem()[1]["kept"].pop()
 
 
 def call_unrecorded(*given, **options):
@@ -157,17 +158,21 @@ def watch(runs: list[dict], run, prompt: list[int],
     runs.append(record)
     logged = len(run.log)
     wrapped = {name: recorder.wrap(name) for name in ("forward", "commit", "truncate")}
-    with patch.multiple(EngineLM, once=call_unrecorded, **wrapped):
-        for chunk in chunks:
-            calls = recorder.take_calls()
-            if not record["rounds"]:  # a round ends with a call of the model that verifies
-                record["target"] = calls[-1]["lm"]
-            # A model that the method made itself is called by the number of its layers.
-            record["lms"] = [known.get(lm, f"{depth_of(lm.model)} layers") for lm in recorder.lms]
-            log = run.log[-1] if len(run.log) > logged else {}
-            record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls})
-            logged = len(run.log)
-            yield chunk
+
+    def advance() -> list[int] | None:
+        # While the caller has a chunk, whose error may end all, the class is as it was.
+        with patch.multiple(EngineLM, once=call_unrecorded, **wrapped):
+            return next(chunks, None)
+    for chunk in iter(advance, None):
+        calls = recorder.take_calls()
+        if not record["rounds"]:  # a round ends with a call of the model that verifies
+            record["target"] = calls[-1]["lm"]
+        # A model that the method made itself is called by the number of its layers.
+        record["lms"] = [known.get(lm, f"{depth_of(lm.model)} layers") for lm in recorder.lms]
+        log = run.log[-1] if len(run.log) > logged else {}
+        record["rounds"].append({"chunk": list(chunk), "log": dict(log), "calls": calls})
+        logged = len(run.log)
+        yield chunk
     for step in record["rounds"]:
         trim_round(step, record["target"])
 

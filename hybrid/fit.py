@@ -10,8 +10,8 @@ are replayed, and these are fitted to them:
                    by logistic regression (guessers.py)
 """
 import math
+import sys
 from collections import Counter
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -218,8 +218,10 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
         if path.exists():
             parts[kind] = make(lm, kind, str(path))
     if "mtp" not in parts:
-        with suppress(InputError):  # of a target without a block that can be used
+        try:
             parts["mtp"] = KINDS["mtp"](lm, "mtp", "")
+        except InputError as error:  # no block, or one that cannot be used
+            print(f"mtp is left out: {error}", file=sys.stderr)
     tokens, entries, guessed = replay_answers(lm, data, store, parts)
     # For each entry before a token: its class, and the token's share of the followers.
     chains = []

@@ -287,9 +287,13 @@ class Bench:
         files = {name: file for name, file in every.items()
                  if isinstance(file, str) and file.startswith(f"{MODELS}/")}
         # Medusa's option `heads` and the hybrid's option `guess` say which file it is.
-        kind = every.get("heads") or every.get("guess", "none")
-        if kind != "none":
-            files["adapter"] = f"{kind}.safetensors"
+        kind = every.get("heads") or every.get("guess") or method.__name__
+        adapter = self.args.adapters / f"{kind}.safetensors"
+        # Without a file an MTP block is that of the target's own files, as in `hybrid fit`. The
+        # file in models/, the default folder, is the embedded target's, and stands for its own.
+        own = kind == "mtp" and (self.args.adapters == ROOT / "models" or not adapter.exists())
+        if every.get("adapter") == "" and kind != "none" and not own:
+            files["adapter"] = adapter.name
         return {name: str(self.args.adapters / Path(file).name)
                 for name, file in files.items()} | options
 

@@ -24,7 +24,8 @@ from transformers.utils import hub
 
 from common import InputError
 
-PAGE = r'<!doctype html>|<svg |{\n "'  # how pages, pictures and figures begin
+# A page of --trace. Another one has another title, and cli/trace.html itself has no data.
+PAGE = r'<!doctype html>(?s:.*)<title>Decoding, call by call</title>(?s:.*) id="data">{"runs": \['
 
 
 # ----------------------------------------------------------------------------- the writing

@@ -178,6 +178,18 @@ def test_every_row_is_a_command_line(line, bench):
     assert bench.row(line).method.__name__ == line.split()[0]
 
 
+def test_an_mtp_block_is_the_folders_or_the_targets_own(tmp_path):
+    """For the embedded target the block of its own files is that in models/."""
+    file = tmp_path / "with" / "mtp.safetensors"
+    file.parent.mkdir()
+    file.touch()
+    for folder, adapter in (file.parent, str(file)), (tmp_path, None), (ROOT / "models", None):
+        bench = SimpleNamespace(args=SimpleNamespace(adapters=folder))
+        for name, options in ("mtp", {}), ("hybrid", {"guess": "mtp"}):
+            found = Bench.find_files(bench, module.METHODS[name], options)
+            assert found.get("adapter") == adapter, (name, folder)
+
+
 def test_answers_are_graded(bench):
     (_, prompt), *others = bench.pairs
     answer = bench.tokenizer.encode(bench.examples[tuple(prompt)].answer, add_special_tokens=False)

@@ -12,17 +12,21 @@ import signal
 import sys
 import threading
 from argparse import Namespace
+from logging import getLogger
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import utils as hub
+from transformers.utils import logging
 
 from cli.files import read_prompts
 from cli.graphs import GraphedLM
-from cli.main import explain_slowdown
+from cli.main import explain_slowdown, run_script
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run
+from cli.trace import make_page
 from cllm import cllm
 from common import CachedLM, InputError, autoregressive, greedy
 from fake_models import counting
@@ -158,7 +162,8 @@ def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
 
 def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
     """Prompts are read from the arguments, from standard input or from a file of either format.
-    Without any of them the examples are read. Several prompts go to stderr before their answers."""
+    Without any of them the examples are read, which may be gone if there are some. Several prompts
+    go to stderr before their answers."""
     def said(*argv) -> str:
         return ask(*argv, "--max-new-tokens", "6")[1]
     _, _, err = ask(*TWO, "--max-new-tokens", "6")
@@ -171,6 +176,8 @@ def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
     file.write_text(json.dumps({"prompt": PROMPTS[0]}) + f"\n{SHORT}\n")
     assert said("--prompts", str(file)) == first + said(*ONE)
     assert said("--prompts", str(file), "--prompt", PROMPTS[2]) == third  # in place of the file
+    monkeypatch.setattr(read_prompts, "__defaults__", (tmp_path / "examples.jsonl",))
+    assert said("--prompt", PROMPTS[2]) == third and "examples.jsonl" in refusal(ask())
 
 
 def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
@@ -419,6 +426,8 @@ survey.masks --L 9
 survey.triforce --budget 7
 survey.online --divergence tvd
 speculative --trace models/medusa.safetensors
+speculative --tune --trace {odd}/x.html
+speculative --tune --compare
 bita train --out {odd}/file/x
 survey.medusa train --out {odd}/x --work {odd}/x
 survey.medusa train --out {odd}/tokenizer/config.json
@@ -460,8 +469,10 @@ def test_nothing_that_is_there_is_replaced(tmp_path, ask):
             "--out", str(folder)]
     assert ask(*argv, file="survey.layerskip")[0] == 0
     assert "new place" in refusal(ask(*argv, file="survey.layerskip"))
-    page, lines = "<!doctype html> …", '{"prompt": [3], "answer": [5], "drafted": 2}\n'
-    for text, kinds in ("", 0), ("a", 0), (page, 1), (lines, 1), ('{"prompt": "a"}\n', 0):
+    page, lines = make_page([], {}), '{"prompt": [3], "answer": [5], "drafted": 2}\n'
+    others = [(ROOT / x).read_text() for x in (".github/decode.svg", "cli/trace.html")]
+    others += ["", "a", '{"prompt": "a"}\n', '{\n "a": 1}', "<!doctype html><title>Mine</title>"]
+    for text, kinds in (page, 1), (lines, 1), *((text, 0) for text in others):
         file.write_text(text)
         taken = 0
         for begins in "", PAGE, r'\{"prompt": \[':
@@ -582,6 +593,71 @@ def heed():
         signal.signal(number, handler)
 
 
+def read_shared() -> list:
+    """Return what a whole process shares and a command line sets."""
+    streams = [(x, x.encoding, x.errors) for x in (sys.stdin, sys.stdout, sys.stderr)]
+    signals = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)]
+    levels = [getLogger(name).level for name in ("transformers", "huggingface_hub")]
+    return [streams, signals, levels, logging.is_progress_bar_enabled(),
+            hub.are_progress_bars_disabled()]
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("error, end", [
+    (None, 0), (InputError(), 2), (BrokenPipeError(), 141), (KeyboardInterrupt(), 130),
+    (sigterm, 143), (SystemExit(4), SystemExit), (RuntimeError(), RuntimeError)])
+def test_what_a_process_shares_is_put_back(error, end, heed, monkeypatch):
+    """A notebook or a server that runs a command line goes on, whatever way it ends."""
+    for name in "stdout", "stderr":
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii"))
+    for name in "transformers", "huggingface_hub":
+        monkeypatch.setattr(getLogger(name), "level", 20)
+    monkeypatch.setattr(logging, "_tqdm_active", error is not None)
+    hub_bars = hub.disable_progress_bars if end == 141 else hub.enable_progress_bars
+    hub_bars()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    before, inside = read_shared(), []
+
+    def act() -> None:
+        inside.extend(read_shared())
+        print("é")
+        if error == sigterm:
+            sigterm()
+        elif error:
+            raise error
+    try:
+        status = run_script(act)
+    except (SystemExit, RuntimeError) as found:
+        status = type(found)
+    assert read_shared() == before and status == end
+    assert inside[0][1][1:] == ("utf-8", "replace") and inside[2][:2] == [40, 40] and inside[4]
+    hub.enable_progress_bars()
+
+
+def test_streams_that_are_missing_or_can_do_little(capsys, monkeypatch):
+    """A program without a console has none. Its text is lost then, and nothing else is changed."""
+    argv = ["--prompt", PROMPT, "--max-new-tokens", "4"]
+    assert script("jacobi", *argv) == 0
+    text, figures = capsys.readouterr()
+    figures = figures[:10]
+    for name, left in ("stdout", ("", figures)), ("stderr", (text, "")):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, name, None)
+            assert script("jacobi", *argv) == 0 and getattr(sys, name) is None
+        out, err = capsys.readouterr()
+        assert (out, err[:10]) == left
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "got ''" in refusal((script("jacobi", "--prompt", "-"), *capsys.readouterr()))
+    for show in [], ["--show"]:
+        printed = []
+        plain = SimpleNamespace(write=printed.append, flush=lambda: None)
+        monkeypatch.setattr(sys, "stdout", plain)
+        assert script("jacobi", *argv, *show) == 0 and "".join(printed).endswith(text)
+
+
 @pytest.mark.parametrize("n, more, number", [
     (0, [], signal.SIGINT), (2, [], signal.SIGINT), (2, [], signal.SIGTERM),
     (2, ["--tune"], signal.SIGINT)])
@@ -615,5 +691,6 @@ def test_a_closed_pipe_ends_as_ctrl_c_does(tmp_path):
     out.close()
     errors = err.read()
     process.join(120)
-    assert process.exitcode == -signal.SIGPIPE and page.exists(), errors
-    assert not re.search("Traceback|pipe|interrupted", errors)
+    assert process.exitcode == 128 + signal.SIGPIPE and page.exists(), errors
+    assert "speculative: " in errors and errors.endswith(f"\ntrace: {page}\n")
+    assert not re.search("Traceback|Broken|interrupted", errors)

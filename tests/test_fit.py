@@ -63,7 +63,7 @@ def test_a_pool_is_fitted_to_what_is_right():
     assert fit_pool("", [], []) == [0, 0, 0] == fit_pool("x", [{}], [{}])
 
 
-def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
+def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch, capsys):
     """Answers that the datastore has are left out of it. The n-grams name x, which is right once of
     two times, and the parts name y."""
     model, stores, texts, file = tiny("llama"), [], [""], str(tmp_path / "t.json")
@@ -78,10 +78,13 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
     for place in module, hybrid_module:
         monkeypatch.setattr(place, "load_datastore", lambda *_: Datastore(texts[0]))
     monkeypatch.setattr(module, "replay_answers", replay)
-    monkeypatch.setattr(guessers, "load_heads", lambda *_: Heads(model, "hydra", 3 - len(stores)))
-    for name in "first.json", "t.json":
+    monkeypatch.setattr(guessers, "load_heads", lambda *_: Heads(model, "hydra", 4 - len(stores)))
+
+    def fit_to(name: str) -> None:
         fit(model, WORDLESS, [[x, 9, 7] for x in range(4, 24)], out=tmp_path / name,
             work=tmp_path, max_new_tokens=12, adapters=tmp_path)
+    fit_to("first.json")
+    fit_to("t.json")
     known, trust = load_trust(file, model), fit_trust([[(group, 0.75)], [(group, 0.0)]], CLASSES)
     chances = [{x: trust[0][2][1] * share for x, share in (("x", 0.75), ("z", 0.25))}] * 2
     assert stores == ["", "kept"] and known["trust"] == trust
@@ -92,6 +95,13 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch):
                         ("hydra", "--trust must be a .* fitted for this part of hydra, got")):
         with pytest.raises(InputError, match=said):
             next(hybrid(EngineLM(model), [1], guess=guess, trust=file))
+
+    def refuse(*_):
+        raise InputError("a block that is quantised")
+    monkeypatch.setattr(guessers, "load_mtp", refuse)
+    fit_to("last.json")
+    assert {*load_trust(tmp_path / "last.json", model)["pools"]} == {"none", "hydra"}
+    assert "mtp is left out: a block that is quantised\n" in capsys.readouterr().err
 
 
 def test_a_part_is_replayed_in_rounds():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cli.text import TokenTexts, read_arguments, split_text, stream
+from cli.text import TokenTexts, read_input, split_text, stream
 from cli.trace import collect_tokens, say_tokens
 
 
@@ -20,7 +20,7 @@ def test_standard_input_is_utf_8(monkeypatch, data):
     # Python opens standard input with this newline, except on Windows.
     stdin = io.TextIOWrapper(io.BytesIO(data.encode()), encoding="ascii", newline="\n")
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert read_arguments(["-"]) == ["é\n漢\n"]
+    assert read_input() == "é\n漢\n"
 
 
 # ----------------------------------------------------------------------- tokens as text
