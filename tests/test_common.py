@@ -233,6 +233,7 @@ WRONG = {
     "a path from below": lambda lm: lm.commit([2]),
     "a path of siblings": lambda lm: lm.commit([0, 1]),
     "a path of no node": lambda lm: lm.commit([-1]),
+    "a path beyond the tree": lambda lm: lm.commit([0, 9]),
     "a length that is too large": lambda lm: lm.truncate(4),
     "a negative length": lambda lm: lm.truncate(-1),
     "a prompt too long": lambda lm: lm.start([9] * (CONTEXT + 1))}
