@@ -18,13 +18,12 @@ from pathlib import Path
 from common import InputError
 from hybrid.guessers import FLOOR, KINDS, Trained
 from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
-from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import MODELS, EngineLM, depth_of, vocab_size
 from support.layers import tap_widths
 from support.parts import save_facts, score_with
 from support.released import some_weights
 from survey.recycling import Successors
-from survey.rest import BEGIN, DATASTORE, Datastore, load_datastore
+from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 from training.loop import collect_pairs
 
 import torch

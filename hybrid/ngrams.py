@@ -37,9 +37,8 @@ from collections import Counter, defaultdict
 from itertools import product
 from typing import Iterable, Iterator, Sequence
 
-from support.characters import as_text, as_tokens
 from survey.recycling import Successors
-from survey.rest import Datastore
+from survey.rest import Datastore, as_text, as_tokens
 
 LENGTHS = (8, 4, 2, 1)  # of the suffixes that are looked up, in tokens
 TEXT, STORE, TARGET = 0, 1, 2

@@ -18,8 +18,8 @@ Drafts of DFlash and DSpark come in three layouts. They agree in the names of th
                    columns of `fc`. Settings may be in `dflash_config`. The root's row guesses only
                    if `sample_from_anchor` says so
     DeepSpec       the root's row guesses, too. The Markov head is markov_head.markov_w1 and _w2,
-                   and the confidence head is confidence_head.proj. There are copies of the target's
-                   embeddings and LM head
+                   and a confidence head is left out. There are copies of the target's embeddings
+                   and LM head
     speculators    `aux_hidden_state_layer_ids` are one more. An LM head of its own has rows for
                    some tokens, which d2t lists. Sliding layers look ahead in a block if
                    `sliding_window_non_causal` says so
@@ -64,10 +64,9 @@ ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 # The settings that are read of a draft of DFlash as well:
 DFLASH = ("num_hidden_layers", "layer_types", "attention_bias", "sliding_window",
           "use_sliding_window", "max_window_layers", "input_embedding_scale", "output_multiplier",
-          "markov_rank", "enable_confidence_head", "confidence_head_with_markov")
+          "markov_rank")
 # Those of DSpark's tensors that have other names here:
-DSPARK = {"markov_head.markov_w1": "W1", "markov_head.markov_w2": "W2",
-          "confidence_head.proj": "confidence"}
+DSPARK = {"markov_head.markov_w1": "W1", "markov_head.markov_w2": "W2"}
 ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 
@@ -252,8 +251,7 @@ def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
              such a layer sees the rows that are low to high - 1 places before it. Any error if the
              settings do not fit
     """
-    told = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "markov_rank": 0,
-            "enable_confidence_head": False, "confidence_head_with_markov": True} | config
+    told = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "markov_rank": 0} | config
     told |= config.get("dflash_config") or {}
     other = "speculators_model_type" in told
     # Qwen3's own configuration has no window without this setting, and one of 4096 if it is None.
@@ -375,13 +373,12 @@ def load_dflash(path: str | Path, title: str, model, make: Callable[[dict], Part
     tensors = {}
     for name, x in found.items():
         stem, _, last = name.rpartition(".")
-        if not name.startswith("verifier_"):  # these are copies of the target's tensors
+        # The first are copies of the target's tensors. No guess reads the second.
+        if not name.startswith(("verifier_", "confidence_head.")):
             tensors[f"{DSPARK.get(stem, stem)}.{last}".removeprefix(".")] = x
     vocab = take_vocab(tensors, path, model)
     with explain_errors("a head whose config.json fits this model", path):
-        draft = make({"config": config | {
-            "draft_vocab_size": len(vocab),
-            "enable_confidence_head": "confidence.weight" in tensors}})
+        draft = make({"config": config | {"draft_vocab_size": len(vocab)}})
         fc = tensors["fc.weight"].unflatten(1, (len(draft.taps), -1))
         tensors["fc.weight"] = fc[:, draft.form.order].flatten(1)
     draft.vocab = vocab.to(draft.vocab)

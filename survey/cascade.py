@@ -52,9 +52,8 @@ from typing import Iterator, Sequence
 
 from common import Sampler, begin, greedy
 from speculative import verify_block
-from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import EngineLM
-from survey.rest import DATASTORE, LONGEST, load_datastore
+from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 import torch
 import torch.nn.functional as F

@@ -113,9 +113,6 @@ class BlockDraft(Part):
     B        one more than the guesses of a block. These are the block's rows, unless the root's row
              guesses, too
     vocab    [V'], the tokens that the rows of its LM head stand for
-    confidence  DSpark's confidence head, a product that gives the logit of how likely it is that
-             the guess of a row is right. It reads what the LM head reads and, if the configuration
-             says so, the Markov head's W1 of the token before. None: the draft has none
     """
     title = "a DFlash draft"
     prior = 0.9  # for `Acceptance`. The embedded draft guesses 0.93 of the first tokens of blocks
@@ -139,10 +136,6 @@ class BlockDraft(Part):
                 self.W1 = torch.nn.Embedding(V, rank)
                 self.W2 = torch.nn.Linear(rank, len(self.vocab), bias=False)
                 torch.nn.init.zeros_(self.W2.weight)
-            self.confidence = None
-            if self.form.enable_confidence_head:
-                reads = h + rank * bool(self.form.confidence_head_with_markov)
-                self.confidence = torch.nn.Linear(reads, 1)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(h, self.form.rms_norm_eps) for _ in range(2))
         self.rotary = Qwen3RotaryEmbedding(self.form)
         self.to(model.device)

@@ -241,19 +241,18 @@ def collect_states(model, data: list[tuple[list[int], list[int]]],
 
 
 @torch.inference_mode()
-def measure_exit(model, data: list, layers: int, ranks: int = 1) -> float:
+def measure_exit(model, data: list, layers: int) -> float:
     """Measure how often an exit, through the last norm and LM head, is right about the next token.
 
     data     pairs of a prompt and its answer
     layers   how many layers stand before the exit
-    ranks    how many likeliest tokens count as guesses
-    returns  for which share of the tokens a guess is right
+    returns  for which share of the tokens the likeliest one is right
     """
     head = view(model, 0, layers).get_output_embeddings()
-    tokens = torch.tensor([token for _, answer in data for token in answer])[:, None]
+    tokens = torch.tensor([token for _, answer in data for token in answer])
     states = torch.cat(collect_states(model, data, layers)).to(model.dtype)
-    best = [head(x).topk(ranks).indices.cpu() for x in states.split(512)]
-    return (torch.cat(best) == tokens).any(1).float().mean().item()
+    best = [head(x).argmax(-1).cpu() for x in states.split(512)]
+    return (torch.cat(best) == tokens).float().mean().item()
 
 
 # ------------------------------------------------------------------------------------ training

@@ -71,7 +71,6 @@ from pathlib import Path
 from typing import Iterable, Iterator
 
 from common import InputError, Sampler, begin, context_length, greedy, trie, walk
-from support.characters import BOUNDARY, as_text, as_tokens
 from support.clock import Clock, list_sizes
 from support.engine import MODELS, EngineLM
 from support.files import explain_errors
@@ -87,6 +86,19 @@ AFTER = 10  # tokens that are read after s, at most
 MATCHES = 100  # the most places that are counted. Of more places an even sample counts
 BEGIN = 2  # tokens at the end of a prompt that a datastore keeps before the answer
 PRIOR = 0.65  # for `Acceptance`. A single guess was right for 0.63 of the embedded target's tokens
+BOUNDARY = "\0"  # comes after each text where several texts are one string
+
+
+# A text of tokens is a string of Python here, which finds it in C: token t is the character of
+# number t + 1, since number 0 is BOUNDARY. So [96, 98, 97] is "acb". A string can be a key, too.
+def as_text(tokens: Iterable[int]) -> str:
+    """Write tokens as a string, one character for each token."""
+    return "".join(chr(token + 1) for token in tokens)
+
+
+def as_tokens(text: Iterable[str]) -> list[int]:
+    """Return the tokens of the characters of a text, which has no BOUNDARY."""
+    return [ord(x) - 1 for x in text]
 
 
 class Datastore:

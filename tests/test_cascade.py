@@ -7,7 +7,7 @@ from common import Sampler
 from fake_models import ScriptedLM, markov
 from helpers import tokens_of
 from laws import WARM, Choosing, law, outcomes
-from support.characters import as_text
+from survey.rest import as_text
 from survey.cascade import Level, MaxGram, cascade, count_bigrams, review
 
 
@@ -47,7 +47,7 @@ def test_better_drafts_write_first_and_each_reviews_the_next():
     tokens and one of its own, and the cheap draft draws these and the last three."""
     target, draft, cheap = (ScriptedLM(lambda text: torch.eye(20)[(text[-1] + 1) % 20])
                             for _ in range(3))
-    target.vocab, target.model, log = 20, None, []
+    target.full_vocab, target.model, log = 20, None, []
     chunks = cascade(target, draft, [0, 1], gamma=4, inner=2, tail=3, grams="",
                      more_drafts=[cheap], log=log)
     assert next(chunks) == [*range(2, 10)] and log == [{"guessed": 7, "accepted": 7}]

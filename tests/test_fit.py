@@ -15,12 +15,11 @@ from hybrid.fit import CLASSES, fit, fit_pool, fit_trust, replay_answers, replay
 from hybrid.guessers import load_trust, pool_chances
 from hybrid.hybrid import hybrid
 from hybrid.ngrams import NGrams
-from support.characters import BOUNDARY, as_text, as_tokens
 from support.engine import EngineLM
 from support.released import is_head
 from survey.medusa import Heads
 from survey.mtp import MTPBlock
-from survey.rest import Datastore
+from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
 from trainings import WORDLESS
 
 

@@ -43,15 +43,15 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain(monkeyp
 
 # -------------------------------------------------------------------------------- what an exit says
 
-@pytest.mark.parametrize("layers, ranks", [(1, 1), (3, 30), (4, 2)])
-def test_an_exit_is_right_where_the_next_token_is_among_its_likeliest(layers, ranks):
+@pytest.mark.parametrize("layers", [1, 3, 4])
+def test_an_exit_is_right_where_the_next_token_is_its_likeliest(layers):
     model, right = deep("llama"), []
     for prompt, answer in DATA:  # x: the states before each token of the answer
         x = model(input_ids=torch.tensor([prompt + answer]), use_cache=False,
                   output_hidden_states=True).hidden_states[layers][0, len(prompt) - 1:-1]
         logits = model.lm_head(x if layers == 4 else model.model.norm(x))
-        right += [token in row.topk(ranks).indices.tolist() for token, row in zip(answer, logits)]
-    assert measure_exit(model, DATA, layers, ranks) == pytest.approx(sum(right) / 12)
+        right += [token == row.argmax() for token, row in zip(answer, logits)]
+    assert measure_exit(model, DATA, layers) == pytest.approx(sum(right) / 12)
 
 
 # ----------------------------------------------------------------------------------------- training

@@ -57,11 +57,15 @@ from hybrid import hybrid
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from mutants import find_functions, list_files
 from naive import KnowingLM, NaiveLM
-from support.characters import BOUNDARY, as_text
 from support.engine import EngineLM
 from support.layers import make_config
 from support.released import describe_dflash, some_weights
+<<<<<<< HEAD
 from support.trees import RANKS, TRIALS, Acceptance
+=======
+from support.trees import TRIALS, Acceptance
+from survey.rest import BOUNDARY, as_text
+>>>>>>> less
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
                     several_drafts, triforce)

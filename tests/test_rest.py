@@ -11,10 +11,9 @@ from common import CachedLM, InputError, autoregressive, eos_ids
 from fake_models import path_to, scripted
 from families import near, tiny
 from helpers import tokens_of
-from support.characters import BOUNDARY, as_text, as_tokens
 from support.parts import save_part
-from survey.rest import (AFTER, LONGEST, Datastore, build, load_datastore, rest, retrieve,
-                         retrieve_by_score)
+from survey.rest import (AFTER, BOUNDARY, LONGEST, Datastore, as_text, as_tokens, build,
+                         load_datastore, rest, retrieve, retrieve_by_score)
 from trainings import WORDLESS
 
 
