@@ -30,9 +30,9 @@ out. An x says that the row on the left sees the column:
     mask 1 of b            x          x      x     .   x      .  .          .  .        x  .
     mask 2 of b            x          x      x     .   x      .  .          .  .        x  x
 
-Say that the model chooses a after the root, so a is accepted, and then x, which is no candidate.
-Then x is the next root, and the masks of a have already predicted what follows x. If the model
-chooses neither a nor b after the root, its choice is the next root, and the root's masks have
+Say that the model chooses a after the root, and after a the token x, which is no candidate. Then a
+is accepted, x is the next root, and the masks of a have already predicted what follows x. If the
+model chooses neither a nor b after the root, its choice is the next root, and the root's masks have
 already predicted what follows it.
 
     L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
@@ -44,8 +44,8 @@ Departures:
 - The sum of Eq. 1. Paper: it runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in
   the released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
   the masks predict the tokens after it.
-- Its size. Paper: a sum. Here: a mean over all labels, as in the released code. Why: a sum grows
-  with the number of labels.
+- The mean. Paper: Eq. 1 is a sum. Here: it is the mean over all labels, as in the released code.
+  Why: a sum grows with the number of labels.
 - Anchors. Paper: one random k of each answer, 0 < k < N - M. Here: up to --anchors random
   positions, which may be the prompt's last token. Groups near the end of an answer have fewer than
   M labels. Why: one pass over the text serves them all. The released code takes up to 64
@@ -230,11 +230,12 @@ class Tuning(torch.nn.Module):
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
         lm = CachedLM(model)  # refuses layers without keys and values
-        lm.forward(lm.weight[:1])  # a pass over any one embedding, whose keys show their size
+        # A pass over any one embedding leaves keys and values in the cache, which show their size.
+        lm.forward(lm.weight[:1])
         shapes = {rows.shape for pair in lm.cache.layers.values() for rows in pair}
         if len(shapes) > 1:
             raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
-        [(_, heads, _, size)] = shapes
+        [(_, heads, _, size)] = shapes  # [1, heads, slots, size]
         shape = len(lm.cache.layers), 2, heads, P, size
         rng = torch.Generator().manual_seed(seed)
         # Section 4.1: both begin with normal numbers of a standard deviation of 0.02.
@@ -245,11 +246,12 @@ class Tuning(torch.nn.Module):
 def some_embeddings(model) -> torch.Tensor:
     """Take some numbers of a model's embeddings, by which a file recognises its model.
 
-    They are 64 numbers of every 16th of the first 1,024 tokens, less their mean. If the model has
-    16 tokens or fewer, they are of every token.
+    They are 64 numbers of every 16th of the first 1,024 tokens, less their mean. If there are 16
+    tokens or fewer, they are of every token.
     """
     table = model.get_input_embeddings().weight
-    some = table[:1024:16 if len(table) > 16 else 1, :64].detach().float().cpu()
+    every = 16 if len(table) > 16 else 1
+    some = table[:1024:every, :64].detach().float().cpu()
     return some - some.mean(0)
 
 
@@ -303,7 +305,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int) -> l
     for prompt in tqdm(prompts, "answers"):
         chunks = until(autoregressive(lm, prompt), min(limit, lm.max_length - len(prompt)), eos)
         answer = [token for chunk in chunks for token in chunk]
-        if len(answer) > 1:  # masks predict no token before the second one
+        if len(answer) > 1:  # the first token is no label, since no mask predicts it
             data.append((prompt, answer))
     if not data:
         raise InputError(f"expected answers of 2 tokens or more, got {len(prompts)} others")
@@ -329,44 +331,46 @@ def sample_anchors(data: list[tuple], M: int, most: int, rng: random.Random):
     texts = [torch.tensor(prompt + answer) for prompt, answer in data]
     labels = []
     for text, anchors in zip(texts, chosen):
-        predicted = anchors[:, None] + 2 + torch.arange(M)  # positions, [anchors, M]
+        predicted = anchors[:, None] + 2 + torch.arange(M)  # positions, [G, M]
         labels.append(F.pad(text, (0, M), value=-100)[predicted])
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return pad(texts), pad(chosen), pad(labels, padding_value=-100)
 
 
-def mask_logits(model, masks: torch.Tensor, prompts, ids: torch.Tensor, anchors: torch.Tensor):
+def mask_logits(model, masks: torch.Tensor, prefix, ids: torch.Tensor, anchors: torch.Tensor):
     """Compute the logits [B, G, M, V] of groups of mask tokens after anchors. Fig. 3.
 
     masks     embeddings of the mask tokens, [M, width]
-    prompts   the prompt tokens as in `Tuning`. An empty list: there are none
+    prefix    the prompt tokens, as `Tuning` has them. An empty list: there are none
     ids       real tokens [B, T]
     anchors   positions [B, G] of the real tokens that have a group after them
     """
     lm = CachedLM(model)
     B, T = ids.shape
-    P = prompts[0].shape[2] if len(prompts) else 0
-    # The tree of a text: a chain of its tokens, and a group of masks below each anchor.
+    P = prefix[0].shape[2] if len(prefix) else 0
+    # A text is a tree as in decoding: a chain of T real tokens, with a group of masks below each
+    # anchor. `sees` [B, T + G M, T + G M] says which nodes a node sees.
     trees = [attach_masks(range(-1, T - 1), owners, len(masks)) for owners in anchors.tolist()]
     sees = torch.stack([ancestor_mask(tree) for tree in trees]).to(lm.weight.device)
-    positions = (sees.sum(-1) - 1).clamp(max=lm.max_length - 1)  # [B, T + G M], as in `layout`
-    # As in decoding, slots of prompt tokens come first. A place after all rows keeps windows off.
+    positions = (sees.sum(-1) - 1).clamp(max=lm.max_length - 1)  # as in CachedLM.layout
+    # The slots of prompt tokens come first, as in decoding. No window hides them, since their
+    # place counts as one after all rows.
     places = F.pad(positions, (P, 0), value=10 ** 9)
 
-    def run(inputs: torch.Tensor, first: int, sees_prompts: bool, keep: int) -> torch.Tensor:
-        """Run the rows of nodes from `first` on; return logits of the last `keep` rows."""
+    def run(inputs: torch.Tensor, first: int, sees_prefix: bool, keep: int) -> torch.Tensor:
+        """Run the model over the nodes from `first` on; return the logits of the last `keep`."""
         end = first + inputs.shape[1]
-        visible = F.pad(sees[:, first:end, :end], (P, 0), value=sees_prompts)
         rows = positions[:, first:end]
+        visible = F.pad(sees[:, first:end, :end], (P, 0), value=sees_prefix)
         mask = attention_mask(lm.windows, visible, rows, places[:, :P + end], lm.weight)
         lm.cache.start = P + first
         return lm.run_model(inputs, rows, mask, keep)
 
     with torch.no_grad():  # real tokens see nothing that is tuned
         run(ids.to(sees.device), 0, False, keep=0)
-    # The prompt tokens fill their slots only now. Above they would have got no gradients.
+    # The prompt tokens fill their slots only now. Before, they would have got no gradients.
     lm.cache.start = 0
-    for layer, (keys, values) in enumerate(prompts):
+    for layer, (keys, values) in enumerate(prefix):
         lm.cache.update(keys.expand(B, -1, -1, -1), values.expand(B, -1, -1, -1), layer)
     groups = masks.to(model.dtype).repeat(B, anchors.shape[1], 1)  # [B, G M, width]
     return run(groups, T, True, keep=groups.shape[1]).unflatten(1, (-1, len(masks)))
@@ -386,10 +390,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
           anchors: int = 64, lr: float = 3e-2, seed: int = 0) -> None:
     """Tune prompt and mask tokens for a frozen model on its own answers. Section 3.1.
 
-    Ctrl-C saves what was learnt. With --start the next run goes on from there.
+    Ctrl-C stops it and saves what was learnt. With --start another run goes on from there. It has
+    a learning rate and an optimizer that begin anew.
 
     out:    the safetensors file to make, in a folder that exists
-    start:  a file to go on from, whose P and M count instead of these
+    start:  a file to go on from, whose P and M count instead of --P and --M
     P:      prompt tokens, 0 or more. With 0 there are only mask tokens
     M:      mask tokens, 1 or more
     max_new_tokens: the most tokens of an answer, 2 or more
@@ -417,7 +422,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
     try:
         for step in bar:
             pairs = rng.sample(data, min(batch, len(data)))
-            ids, at, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)  # random k
+            # `at` has the anchors, at random k
+            ids, at, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
             loss = sar_loss(mask_logits(model, tuning.masks, tuning.prompts, ids, at), labels)
             adam.zero_grad()
             loss.backward()
