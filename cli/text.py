@@ -33,26 +33,26 @@ def prepare_streams() -> Iterator[None]:
         for stream in sys.stdout, sys.stderr:
             if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
                 undo.callback(stream.reconfigure, encoding=stream.encoding, errors=stream.errors)
-                undo.callback(empty_stream, stream)  # which reconfigure would do, and might fail
+                undo.callback(empty_stream, stream, nowhere)  # else reconfigure would, and may fail
                 encoding = stream.encoding if stream.isatty() else "utf-8"
                 stream.reconfigure(encoding=encoding, errors="replace")
         yield
 
 
-def empty_stream(stream: io.TextIOWrapper) -> None:
+def empty_stream(stream: io.TextIOWrapper, nowhere: io.TextIOWrapper) -> None:
     """Write what a stream still holds, or forget it if its pipe is closed or its disk is full.
 
     Else Python would try once more when it ends, and would complain.
+
+    nowhere   a file that takes everything
     """
     try:
         stream.flush()
     except OSError:
-        number = stream.fileno()
-        pipe = os.dup(number)
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), number)
+        pipe = os.dup(stream.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
         stream.flush()
-        os.dup2(pipe, number)
+        os.dup2(pipe, stream.fileno())
         os.close(pipe)
 
 

@@ -602,13 +602,9 @@ def read_shared() -> list:
             hub.are_progress_bars_disabled()]
 
 
-def sigterm() -> None:
-    signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("error, end", [
     (None, 0), (InputError(), 2), (BrokenPipeError(), 141), (KeyboardInterrupt(), 130),
-    (sigterm, 143), (SystemExit(4), SystemExit), (RuntimeError(), RuntimeError)])
+    (signal.SIGTERM, 143), (SystemExit(4), SystemExit), (RuntimeError(), RuntimeError)])
 def test_what_a_process_shares_is_put_back(error, end, heed, monkeypatch):
     """A notebook or a server that runs a command line goes on, whatever way it ends."""
     for name in "stdout", "stderr":
@@ -624,8 +620,8 @@ def test_what_a_process_shares_is_put_back(error, end, heed, monkeypatch):
     def act() -> None:
         inside.extend(read_shared())
         print("é")
-        if error == sigterm:
-            sigterm()
+        if error == signal.SIGTERM:
+            signal.raise_signal(error)
         elif error:
             raise error
     try:
