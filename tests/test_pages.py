@@ -93,7 +93,7 @@ def problem_of(command: list[str], capsys) -> str:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         return " ".join(x for x in words if "=" not in x and x not in targets)
     rich = words[0] == "-m"  # the command line of cli/, and else that of common.py
-    if words == ["-m", "cli"]:  # in a sentence
+    if words[:2] == ["-m", "cli"] and words[2:] in ([], ["NAME"]):  # in a sentence
         return ""
     if words[:2] == ["-m", "cli"]:
         words = ["-m", list_files().get(words[2], words[2]), *words[3:]]
