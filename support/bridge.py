@@ -81,7 +81,7 @@ def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criter
     lms = [kinds[role](lm) for role, lm in (("target", model), ("draft", draft)) if lm is not None]
     if draft is not None and 0 < lms[0].vocab - lms[1].vocab <= PADDING:
         lms[1] = type("Padded", (Padded, kinds["draft"]), {})(draft)
-        lms[1].vocab = lms[0].vocab
+        lms[1].vocab = lms[1].full_vocab = lms[0].vocab
     for chunk in method(*lms, prompt=input_ids[0], sample=sample, **options):
         for token in chunk:
             input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], 1)
