@@ -399,7 +399,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 10
             bar.set_postfix(consistency=f"{consistency:.3f}", ar=f"{ar:.3f}")
     except KeyboardInterrupt:
         save(model, tokenizer, out)
-        print(f"\nstopped after {bar.n} of {steps} steps; {out} has the model", file=sys.stderr)
+        print(f"stopped after {bar.n} of {steps} steps; {out} has the model", file=sys.stderr)
         raise
     save(model, tokenizer, out)
 

@@ -216,11 +216,14 @@ def data(tmp_path):
 
 
 def test_w_is_the_weight_of_the_ar_loss(data, tmp_path, monkeypatch):
-    """The loss of the training is Eq. 7."""
-    one = torch.ones((), requires_grad=True)
-    monkeypatch.setattr("cllm.losses", lambda *given: (2.0 * one, 0.5 * one))
-    train(tiny("llama"), WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0, steps=1)
-    assert one.grad == 2 + 100 * 0.5
+    """The loss of a step is Eq. 7. The gradient of a step before it is forgotten."""
+    model, clip, lengths = tiny("llama"), torch.nn.utils.clip_grad_norm_, []
+    p = next(model.parameters())
+    monkeypatch.setattr("cllm.losses", lambda *given: (2.0 * p.sum(), 0.5 * p.sum()))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_",
+                        lambda *given: lengths.append(clip(*given).item()))
+    train(model, WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0, steps=2)
+    assert lengths == pytest.approx([(2 + 100 * 0.5) * p.numel() ** 0.5] * 2)
 
 
 def test_the_rate_rises_over_a_twentieth_of_the_steps_then_falls(data, tmp_path, monkeypatch):
