@@ -373,7 +373,8 @@ def find_functions(file: str, keyword: str = "methods") -> list[str]:
 
 ROWS = {  # lines of the table of all methods, besides those that a file's methods name
     "survey/medusa.py": ["hydra"], "survey/masks.py": ["pass"], "survey/rest.py": ["suffix"],
-    "hybrid/guessers.py": ["hybrid"], "hybrid/ngrams.py": ["hybrid"]}
+    "hybrid/guessers.py": ["hybrid"], "hybrid/ngrams.py": ["hybrid"],
+    "support/engine.py": ["without_caches"]}
 
 
 def commands_of(file: str) -> list[list[str]]:
