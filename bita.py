@@ -196,7 +196,7 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
         # Verification: the accepted candidates and the model's own token are final. The rows of
         # masks leave the cache, since they are not text.
-        path, chunk = walk(ids, tree_parents, sample(logits[:n]))
+        path, chunk = walk(ids, tree_parents, sample(logits[:n], target.places[:n]))
         target.commit(path)
         root = chunk[-1]
         # Generation: the masks after the last accepted node predict what follows the new root.

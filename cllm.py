@@ -98,7 +98,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             guesses = greedy(logits)
-            chosen = sample(logits)  # at temperature 0 these are the argmaxes too
+            chosen = sample(logits, target.places)  # at temperature 0 these are the argmaxes too
             # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:

@@ -135,7 +135,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             guesses = greedy(logits)
-            chosen = sample(logits)  # at temperature 0 these are the argmaxes too
+            chosen = sample(logits, target.places)  # at temperature 0 these are the argmaxes too
             # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
@@ -176,7 +176,7 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
         # The guesses, which followed the root earlier in the text, make a tree
         root = text[-1]
         ids, parents, _ = trie(root, [ngram[1:] for ngram in pool.newest(root, G)])
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         target.commit(path)
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
@@ -219,7 +219,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         # Lookahead branch (Section 3.1): the columns. One call is fed both branches (Section 3.3)
         ids, parents, paths = trie(root, guesses + columns_of(levels))
         logits = target.forward(ids, parents)  # [nodes, V]
-        path, chunk = walk(ids, parents, sample(logits))
+        path, chunk = walk(ids, parents, sample(logits, target.places))
         target.commit(path)
         # The argmaxes after the columns are the window's new level
         ends = [nodes[-1] for nodes in paths[len(guesses):]]

@@ -146,7 +146,8 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         # Eq. 2 and 8: compute in one call what the target chooses after every node.
         logits = target.forward(ids, parents)  # [nodes, V]
         best = greedy(logits)  # argmaxes, for the phrases of verification (Departures, Sampling)
-        chosen = sample(logits)  # v of Eq. 2 and 8. At temperature 0 it equals `best`
+        # v of Eq. 2 and 8. At temperature 0 it equals `best`
+        chosen = sample(logits, target.places)
         # Eq. 3 and 9: find the longest path that the target chooses, in d and then in one suffix.
         path, chunk = walk(ids, parents, chosen)
         target.commit(path)

@@ -132,13 +132,14 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
             unseen = (text + guesses)[draft.length:]
             logits = draft.forward(unseen)[-1:]  # [1, V]
             draft.commit(range(len(unseen)))
-            q = sample.probs(logits)  # [1, V]
+            q = sample.probs(logits, draft.places[-1:])  # [1, V]
             guesses += sample.draw(q).tolist()
             draft_probs.append(q)
             if confidence > 0 and logits.float().softmax(-1)[0, guesses[-1]] < confidence:
                 break
         # Second step: compute p_1 … p_{γ+1} in one target call
-        target_probs = sample.probs(target.forward([text[-1], *guesses]))  # [γ+1, V]
+        logits = target.forward([text[-1], *guesses])
+        target_probs = sample.probs(logits, target.places)  # [γ+1, V]
         # Third to fifth step: count the accepted guesses, adjust p if one was rejected, and draw t
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         chunk = [*guesses[:accepted], token]

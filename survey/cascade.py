@@ -181,7 +181,8 @@ def review(levels: list, counts: list[list[int]], text: list[int],
             guesses += tokens
             guess_probs.append(probs)
     # One call of the first level scores the root and all guesses
-    p = sample.probs(first.score(text + guesses, len(guesses) + 1))  # [guesses + 1, V]
+    logits = first.score(text + guesses, len(guesses) + 1)
+    p = sample.probs(logits, first.lm.places)  # [guesses + 1, V]
     # q[i] is the distribution of the level that drew guess i, so the review is exact. p[:0] has no
     # rows: it makes an empty q if nothing was guessed
     q = torch.cat([p[:0], *(probs.to(p.device) for probs in guess_probs)])  # [guesses, V]
