@@ -129,8 +129,7 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
         help="let draft and target sample by the same numbers, so that a method with a rule of its "
              "own writes the text of the seed too, as all others do at any temperature")
     add("--seed", type=int, default=0, metavar="N",
-        help="another seed, other samples (default: 0). A method that chooses its trees by the "
-             "clock repeats them only with --nodes N (sequoia: --depth N as well; space: --k N)")
+        help="another seed, other samples (default: 0)")
     add("--graphs", action=BooleanOptionalAction,
         help="run models by CUDA graphs, which saves launches (default: on a GPU)")
     add("--pack", action=BooleanOptionalAction, default=True,

@@ -3,7 +3,7 @@ import time
 from os.path import commonprefix
 from typing import Iterator
 
-from common import Sampler, until
+from common import Sampler, greedy, until
 from support.engine import EngineLM
 
 
@@ -64,6 +64,7 @@ class Run:
         self.prompts, self.outputs, self.log = [], [], []
         self.tokens = 0
         self.seconds = 0.0
+        self.sample = greedy
 
     def decode(self, prompt: list[int], limit: int, sample: Sampler) -> Iterator[list[int]]:
         """Yield the chunks of an answer to one more prompt, up to its end or to `limit` tokens.

@@ -148,9 +148,6 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     tuning: the file of the model's changes, made by `python -m survey.masks tune`
 
     Yields chunks of 1 to k + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
-
-    The same seed draws the same tokens only if k is given, because the clock chooses it anew in
-    each run.
     """
     lm, mask = target.once(load_space, tuning, target)
     target.memo["writer"] = lm.model

@@ -317,8 +317,8 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
 
     Yields chunks of 1 to depth + 1 tokens; logs {"guessed", "accepted"} a round.
 
-    The same seed draws the same tokens only if nodes and depth are given, because the clock chooses
-    anew in each run.
+    The same seed draws the same tokens only with nodes and depth, or with --coupling, because the
+    clock chooses anew in each run.
     """
     require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
     prompt = begin(prompt, target, draft)
