@@ -356,8 +356,8 @@ class Sampler:
         rows = self.warped(logits)
         if self.temperature == 0:
             return rows
-        times = [self.times(place, rows.shape[1], rows.device) for place in places]
-        return rows.softmax(-1) / torch.stack(times)
+        E = torch.stack([self.times(place, rows.shape[1], rows.device) for place in places])
+        return rows.softmax(-1) / E
 
     def __call__(self, logits: torch.Tensor, places: list[int] = ()) -> list[int]:
         return self.race(logits, places).argmax(-1).tolist()
@@ -393,9 +393,9 @@ class Sampler:
         return self.warped(rows).softmax(-1).view(logits.shape)
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        """Draw one token from each row of probs [n, V], by a race of new numbers; return them [n]."""
-        u = self.uniform(probs.shape, probs.device).clamp(min=1e-300)
-        return (probs / -u.log()).argmax(-1)
+        """Draw one token from each row of probs [n, V] by a race of new numbers; return them [n]."""
+        u = self.uniform(probs.shape, probs.device)
+        return (probs / -u.clamp(min=1e-300).log()).argmax(-1)
 
 
 greedy = Sampler(temperature=0)
@@ -551,7 +551,7 @@ def answer(method, lms: list[CachedLM], tokenizer, args: dict) -> tuple:
     """Decode the prompt of a command line, and print the text as it comes.
 
     returns  the tokens of the answer, how many of them a second gave, and whether model and seed
-             alone fixed them
+             alone fixed the tokens
     """
     prompt = encode(tokenizer, args["prompt"], args["chat"])
     limit = min([args["max_new_tokens"], *(lm.max_length - len(prompt) for lm in lms)])

@@ -36,7 +36,7 @@ There are four mechanisms. Table 4 of the paper shows what each of them brings.
 Without any of them this is speculative decoding with a greedy draft.
 
 The method is lossless. A guess becomes final only if it equals the token that the target chooses at
-its position. The target chooses the argmax, or above temperature 0 one sample after each node.
+its position: the argmax, or above temperature 0 the sample of the seed.
 
 Departures:
 - Verification. Paper: segments of discarded tokens that match the target's choices make phrases,

@@ -126,8 +126,7 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     add("--min-p", type=float, default=0.0, metavar="P",
         help="sample from tokens that have P times the largest probability (default: 0)")
     add("--coupling", action="store_true",
-        help="let draft and target sample by the same numbers, so that a method with a rule of its "
-             "own writes the text of the seed too, as all others do at any temperature")
+        help="let draft and target sample by the same numbers: all methods write a seed's text")
     add("--seed", type=int, default=0, metavar="N",
         help="another seed, other samples (default: 0)")
     add("--graphs", action=BooleanOptionalAction,

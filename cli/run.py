@@ -112,8 +112,9 @@ class Run:
         """Compare all outputs with those of a token-by-token run of the same prompts.
 
         ar       the token-by-token run
-        returns  where the first output differs, with the two largest numbers of the target's race
-                 there. If they are nearly equal, rounding chose. An empty text if no output differs
+        returns  where the first output differs, with the target's two largest scores there: logits,
+                 or p / E of `Sampler.race`. If they are nearly equal, rounding chose. An empty text
+                 if no output differs
         """
         for prompt, ours, theirs in zip(self.prompts, self.outputs, ar.outputs):
             if ours == theirs:
@@ -124,6 +125,5 @@ class Run:
             target.start(context)
             scores = self.sample.race(target.forward([root]), target.places)
             first, second = scores.topk(2).values[0].tolist()
-            what = "p / E" if self.sample.temperature else "logits"
-            return f"output differs at token {n + 1}: largest {what} {first:.5g}, {second:.5g}"
+            return f"output differs at token {n + 1}: largest scores {first:.5g}, {second:.5g}"
         return ""

@@ -175,8 +175,7 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
             if not logits.float().softmax(-1)[0, last] >= threshold:
                 break
         # Verify. The call begins at the same slot, so its rows replace those of the draft.
-        logits = target.forward([root, *guesses])
-        target_probs = sample.probs(logits, target.places)
+        target_probs = sample.probs(target.forward([root, *guesses]), target.places)
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         target.commit(range(1 + accepted))
         # Adapt the threshold.

@@ -127,8 +127,7 @@ def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: st
         target.commit([0])  # the rows of look-ahead tokens are no text, so they are dropped
         # Verify. `probs[1:]` are the distributions that the guesses were drawn from. One token more
         # comes from the residual of the rejected guess, or from the row of the last guess.
-        logits = target.forward([first, *guesses])
-        target_probs = sample.probs(logits, target.places)  # [1+L, V]
+        target_probs = sample.probs(target.forward([first, *guesses]), target.places)  # [1+L, V]
         accepted, root = verify(target_probs, probs[1:], guesses, sample)
         target.commit(range(1 + accepted))
         if log is not None:
