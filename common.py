@@ -393,7 +393,7 @@ class Sampler:
         return self.warped(rows).softmax(-1).view(logits.shape)
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        """Draw one token from each row of probs [n, V] by a race of new numbers; return them [n]."""
+        """Draw a token from each row of probs [n, V] by a race of new numbers; return them [n]."""
         u = self.uniform(probs.shape, probs.device)
         return (probs / -u.clamp(min=1e-300).log()).argmax(-1)
 

@@ -143,8 +143,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become what the target chose. A sample is chosen again
-            # in the next call if the guesses before it were right, since the seed has fixed it
+            # Lines 10 and 14: the other guesses become what the target chose. The next call chooses
+            # a sample again if the guesses before it were right, since the seed fixes its numbers
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
             trajectory["states"].append(y)  # line 12
