@@ -13,7 +13,7 @@ mask, because the anchor predicts it.
 
 The P prompt tokens are trained too. They are keys and values in every layer, and only mask tokens
 see them. Real tokens see neither prompt tokens nor masks, so the output is the model's own: BiTA is
-lossless. Above temperature 0 the model's choice after a node is one sample of its distribution.
+lossless. Above temperature 0 the model's choice after a node is the sample of the seed.
 
 One call verifies the candidates of the last call and makes the next ones. These are the rows of a
 call with M = 2 and k = 2. Mask 1 had the candidates a and b. Those of mask 2, below a, are left
@@ -196,7 +196,7 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         logits = target.forward(inputs, parents, sees_prefix=sees_prefix)
         # Verification: the accepted candidates and the model's own token are final. The rows of
         # masks leave the cache, since they are not text.
-        path, chunk = walk(ids, tree_parents, sample(logits[:n]))
+        path, chunk = walk(ids, tree_parents, sample(logits[:n], target.places[:n]))
         target.commit(path)
         root = chunk[-1]
         # Generation: the masks after the last accepted node predict what follows the new root.

@@ -97,8 +97,7 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
         while final < n:  # lines 6 and 15, without the call that only confirms the last token
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
-            guesses = greedy(logits)
-            chosen = sample(logits)  # at temperature 0 these are the argmaxes too
+            chosen = sample(logits, target.places)
             # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
@@ -107,9 +106,9 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become argmaxes, even with sampling. The next call
-            # draws every token again, and the argmax is the likeliest to be drawn
-            y = (y[:final] + chunk + guesses[agreed + 1:])[:n]
+            # Lines 10 and 14: the other guesses become what the target chose. The next call chooses
+            # a sample again if the guesses before it were right, since the seed fixes its numbers
+            y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
             trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)

@@ -56,6 +56,7 @@ all tokens or a window. `load` refuses other attention, and CachedLM other kinds
 Left out: batches, encoder-decoder models, and layers with a state (support/recurrent.py).
 """
 import argparse
+import functools
 import json
 import sys
 import time
@@ -198,6 +199,8 @@ class CachedLM:
     length       how many tokens of context are cached
     parents      the parents of the pending nodes: earlier pending nodes, or -1 for the context
     calls        how many passes gave logits; those of the prefill give none
+    places       for each row of the newest logits how many tokens come before the one that it
+                 predicts. It is the place of this token in the text, which siblings share
     """
     PART = 256  # tokens of a prompt in one pass, which keeps its mask small
     KINDS = ("full_attention", "sliding_attention")  # the layers that it can run
@@ -210,7 +213,7 @@ class CachedLM:
         self.cache = KVCache()
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
         self.vocab = self.full_vocab = min(vocab or len(self.weight), len(self.weight))
-        self.length, self.parents, self.calls = 0, [], 0
+        self.length, self.parents, self.calls, self.places = 0, [], 0, []
 
     @torch.inference_mode()
     def start(self, ids: list[int]) -> None:
@@ -241,9 +244,11 @@ class CachedLM:
         positions, mask = self.layout(self.parents + parents, n, **seen)
         self.cache.start = self.prefix + self.length + old  # the slot after all pending nodes
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
-        logits = self.run_model(inputs, positions, mask, n if keep is None else keep)
+        keep = n if keep is None else keep
+        logits = self.run_model(inputs, positions.to(inputs.device), mask, keep)
         # The tree changes only now, so a pass that raises leaves it as it was.
         self.parents = self.parents + parents
+        self.places = (positions[0, n - keep:] + 1).tolist()
         self.calls += logits.shape[1] > 0
         return logits[0, :, :self.vocab]
 
@@ -259,7 +264,7 @@ class CachedLM:
         slots = torch.cat([torch.arange(self.length), places])
         positions = places[None, -n:]
         mask = attention_mask(self.windows, visible[None], positions, slots[None], self.weight)
-        return positions.to(self.weight.device), mask
+        return positions, mask
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         """Run the model once, on the cache as it is; return logits [1, keep, V]."""
@@ -306,53 +311,91 @@ def context_length(model) -> int:
 
 # ---------------------------------------------------------------------------------- sampling
 class Sampler:
-    """Draw tokens from logits; `sample(logits)` returns one token for each row of logits [n, V].
+    """Choose tokens by logits. `sample(logits [n, V], places)` returns one token for each row.
 
-    temperature, top_k and top_p turn logits into a distribution, in this order, by the code of
-    transformers. Temperature 0 stands for the argmax. Top_k 0 and top_p 1 keep all tokens.
+    A seed and a place of the text (`CachedLM.places`) fix a random number E(x) ~ Exp(1) for every
+    token x. The token of this place is the first in a race, in which x arrives at time E(x) / p(x):
+
+        argmax_x  p(x) / E(x)
+
+    Why it is a sample of p: x arrives with rate p(x), whatever the others do, and of independent
+    exponential times the one of x is the least with probability p(x) / Σ p = p(x).
+
+    Why any guesses leave it exact: p depends on the tokens before the place, and these depend on
+    the numbers of earlier places only. So the E of this place are independent of p, and the token
+    is a sample of p for every text before it. Guesses decide which rows are computed, and not what
+    is chosen in a row, so they may even be made of the same E. The text is a function of model and
+    seed, and not of the method. Daliri et al., arXiv 2408.07978.
+
+    temperature, top_k, top_p and min_p turn logits into p, in this order, by the code of
+    transformers. Temperature 0 stands for the argmax. Top_k 0, top_p 1 and min_p 0 keep all tokens.
+
+    coupling   let draft and target run the same race wherever a paper's rule compares their
+               distributions. To the rule both are sure of their winners, as at temperature 0
     """
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0):
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+                 min_p: float = 0.0, seed: int = 0, coupling: bool = False):
         self.temperature, self.seed, self.rngs = temperature, seed, {}
+        self.sure = coupling or temperature == 0  # whether rules see one-hot distributions
+        self.times = functools.lru_cache(128)(self.draw_times)  # a place is asked for many times
         warpers = [(transformers.TemperatureLogitsWarper, float(temperature or 1), 1.0),
                    (transformers.TopKLogitsWarper, top_k, 0),
-                   (transformers.TopPLogitsWarper, top_p, 1.0)]  # the last number switches it off
+                   (transformers.TopPLogitsWarper, top_p, 1.0),
+                   (transformers.MinPLogitsWarper, min_p, 0.0)]  # the last number switches it off
         self.warp = transformers.LogitsProcessorList(f(x) for f, x, off in warpers if x != off)
 
+    def draw_times(self, place: int, V: int, device) -> torch.Tensor:
+        """Draw the E [V] of a place, by the CPU, so that all devices have the same numbers."""
+        # Numbers of float32 have steps of 2⁻²⁴ near 1, and would favour some of the rare tokens.
+        rng = torch.Generator().manual_seed(hash((self.seed, place)) % 2 ** 63)
+        return -torch.rand(V, dtype=torch.float64, generator=rng).log_().float().to(device)
+
+    def race(self, logits: torch.Tensor, places: list[int]) -> torch.Tensor:
+        """Compute p / E [n, V]: the largest number of a row wins. At temperature 0: the logits."""
+        rows = self.warped(logits)
+        if self.temperature == 0:
+            return rows
+        E = torch.stack([self.times(place, rows.shape[1], rows.device) for place in places])
+        return rows.softmax(-1) / E
+
+    def __call__(self, logits: torch.Tensor, places: list[int] = ()) -> list[int]:
+        return self.race(logits, places).argmax(-1).tolist()
+
+    @property
+    def fixed(self) -> bool:
+        """Tell whether model and seed alone fixed the tokens so far, with no coin of a rule."""
+        return self.sure or not self.rngs
+
     def uniform(self, shape, device) -> torch.Tensor:
-        """Draw numbers in [0, 1) of this shape, float64, from the device's generator."""
+        """Draw numbers in [0, 1) of this shape, float64, for the rules of papers."""
         if device not in self.rngs:
             self.rngs[device] = torch.Generator(device).manual_seed(self.seed % 2 ** 63)
         return torch.rand(shape, dtype=torch.float64, device=device, generator=self.rngs[device])
 
     def warped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply temperature, top-k and top-p to logits [n, V]; return them in float32."""
+        """Apply the warpers to logits [n, V]; return them in float32."""
         rows = self.warp(None, logits.float())
         if not rows.amax(-1).isfinite().all():
             raise InputError("expected logits that are numbers, got nan or infinity from a model "
                              f"at temperature {self.temperature}")
         return rows
 
-    def probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Turn logits [..., V] into the distribution [..., V], float32, that tokens come from."""
-        rows = self.warped(logits.reshape(-1, logits.shape[-1]))
-        if self.temperature == 0:
-            return F.one_hot(rows.argmax(-1), rows.shape[-1]).float().view(logits.shape)
-        return rows.softmax(-1).view(logits.shape)
+    def probs(self, logits: torch.Tensor, places: list[int] = ()) -> torch.Tensor:
+        """Turn logits [..., V] into the distribution [..., V], float32, that a rule judges.
+
+        It is p, or with `coupling` and places [n] the race of each row, as if it were sure.
+        """
+        rows = logits.reshape(-1, logits.shape[-1])
+        if self.temperature == 0 or self.sure and places:
+            winners = self.race(rows, places).argmax(-1)
+            return F.one_hot(winners, rows.shape[1]).float().view(logits.shape)
+        return self.warped(rows).softmax(-1).view(logits.shape)
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        """Draw one token from each row of probs [n, V]; return them [n], on the device of probs.
-
-        With u ~ U[0, 1) it is the first token at which the sum of the probabilities exceeds u.
-        """
-        mass = probs.double().cumsum(-1)  # float32 would lose tokens with a probability of 1e-8
-        u = self.uniform((len(probs), 1), probs.device) * mass[:, -1:]  # they sum to 1 only nearly
-        return torch.searchsorted(mass, u, right=True)[:, 0].clamp(max=mass.shape[1] - 1)
-
-    def __call__(self, logits: torch.Tensor) -> list[int]:
-        if self.temperature == 0:
-            return self.warped(logits).argmax(-1).tolist()
-        return self.draw(self.probs(logits)).tolist()
+        """Draw a token from each row of probs [n, V] by a race of new numbers; return them [n]."""
+        u = self.uniform(probs.shape, probs.device)
+        return (probs / -u.clamp(min=1e-300).log()).argmax(-1)
 
 
 greedy = Sampler(temperature=0)
@@ -393,7 +436,7 @@ def autoregressive(target: CachedLM, prompt: list[int], *, sample: Sampler = gre
     """
     chunk = begin(prompt, target)[-1:]  # the root, which is fed first
     while True:  # the tree of each round has only a root
-        chunk = sample(target.forward(chunk))
+        chunk = sample(target.forward(chunk), target.places)
         target.commit([0])
         yield chunk
 
@@ -455,7 +498,7 @@ MODELS = Path(__file__).resolve().parent / "models"  # the embedded models, if t
 PROMPT = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
 LOADING = {"device": "", "dtype": "", "chat": False}  # options, with their defaults
 DECODING = {"prompt": PROMPT, "compare": False, "max_new_tokens": 128, "temperature": 0.0,
-            "top_k": 0, "top_p": 1.0, "seed": 0}
+            "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "coupling": False}
 
 
 def parse(function, defaults: dict, argv: list[str]) -> dict:
@@ -504,17 +547,18 @@ def call(command, argv: list[str]) -> None:
     command(model, tokenizer, **options)
 
 
-def answer(method, lms: list[CachedLM], tokenizer, args: dict) -> tuple[list[int], float]:
+def answer(method, lms: list[CachedLM], tokenizer, args: dict) -> tuple:
     """Decode the prompt of a command line, and print the text as it comes.
 
-    returns  the tokens of the answer, and how many of them a second gave
+    returns  the tokens of the answer, how many of them a second gave, and whether model and seed
+             alone fixed the tokens
     """
     prompt = encode(tokenizer, args["prompt"], args["chat"])
     limit = min([args["max_new_tokens"], *(lm.max_length - len(prompt) for lm in lms)])
     if limit < 1:
         raise InputError(f"expected room for an answer of 1 token or more, got {limit}")
     eos = eos_ids(lms[0].model, tokenizer)
-    sample = Sampler(args["temperature"], args["top_k"], args["top_p"], args["seed"])
+    sample = Sampler(*(args[x] for x in [*DECODING][3:]))  # from the temperature on
     known = args | {"eos": eos, "sample": sample}
     options = {name: x for name, x in known.items() if name in method.__kwdefaults__}
     ids, text, seconds, began = [], "", 0.0, time.perf_counter()
@@ -528,7 +572,7 @@ def answer(method, lms: list[CachedLM], tokenizer, args: dict) -> tuple[list[int
         text, began = whole, time.perf_counter()
     print(f"\n{method.__name__}: {len(ids)} tokens in {lms[0].calls} calls of the target, "
           f"{len(ids) / seconds:.1f} tokens/s", file=sys.stderr)
-    return ids, len(ids) / seconds
+    return ids, len(ids) / seconds, sample.fixed
 
 
 def decode(method, lossy: bool, target: str, argv: list[str]) -> None:
@@ -539,11 +583,11 @@ def decode(method, lossy: bool, target: str, argv: list[str]) -> None:
     models, (tokenizer, *_) = zip(*(load(args[x], args["device"], args["dtype"]) for x in kinds))
     vocab = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps, so it is not their number
     lms = [kind(model, vocab) for kind, model in zip(kinds.values(), models)]
-    ours, fast = answer(method, lms, tokenizer, args)
+    ours, fast, fixed = answer(method, lms, tokenizer, args)
     if args["compare"]:
-        theirs, slow = answer(autoregressive, [CachedLM(models[0], vocab)], tokenizer, args)
+        theirs, slow, _ = answer(autoregressive, [CachedLM(models[0], vocab)], tokenizer, args)
         said = "equals" if ours == theirs else "differs from"
-        if lossy or args["temperature"] > 0:
+        if lossy or not fixed:
             said = "may differ from"
         print(f"speed-up {fast / slow:.2f}x; output {said} autoregressive output", file=sys.stderr)
 

@@ -12,7 +12,7 @@ prompt_lookup   Tokens that followed an earlier copy of the text's last token be
                 Saxena, "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
 All are lossless. A guess becomes final only if it is the token that the target chooses there: the
-argmax or, above temperature 0, a sample.
+argmax or, above temperature 0, the sample of the seed, which no guess changes.
 
 A block of Jacobi decoding with n = 5, where the text ends in "sat". A call is fed the last final
 token and all guesses, and gives the argmax after each of them. Tokens left of the bar are final:
@@ -134,8 +134,7 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
         while final < n:  # lines 6 and 15, without the call that only confirms the last token
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
-            guesses = greedy(logits)
-            chosen = sample(logits)  # at temperature 0 these are the argmaxes too
+            chosen = sample(logits, target.places)
             # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
@@ -144,9 +143,9 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become argmaxes, even with sampling. The next call
-            # draws every token again, and the argmax is the likeliest to be drawn
-            y = (y[:final] + chunk + guesses[agreed + 1:])[:n]
+            # Lines 10 and 14: the other guesses become what the target chose. The next call chooses
+            # a sample again if the guesses before it were right, since the seed fixes its numbers
+            y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
             trajectory["states"].append(y)  # line 12
             trajectory["final"].append(final)
@@ -176,7 +175,7 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
         # The guesses, which followed the root earlier in the text, make a tree
         root = text[-1]
         ids, parents, _ = trie(root, [ngram[1:] for ngram in pool.newest(root, G)])
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         target.commit(path)
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
@@ -219,7 +218,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         # Lookahead branch (Section 3.1): the columns. One call is fed both branches (Section 3.3)
         ids, parents, paths = trie(root, guesses + columns_of(levels))
         logits = target.forward(ids, parents)  # [nodes, V]
-        path, chunk = walk(ids, parents, sample(logits))
+        path, chunk = walk(ids, parents, sample(logits, target.places))
         target.commit(path)
         # The argmaxes after the columns are the window's new level
         ends = [nodes[-1] for nodes in paths[len(guesses):]]

@@ -122,7 +122,7 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
             p += P[i - 1, j].item()  # line 9
             if math.exp(min(p - q[i], 0.0)) > tau:  # line 10: min(1, p / q) > τ. Nan never passes
                 eta = i  # line 11: the longest accepted prefix so far
-        [t] = sample(logits[eta:eta + 1])  # lines 15 and 16
+        [t] = sample(logits[eta:eta + 1], target.places[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
         # The draft has not been fed t, and perhaps not x_η.
         draft.commit(best.nodes[:len(unseen) + eta])

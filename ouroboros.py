@@ -36,7 +36,7 @@ There are four mechanisms. Table 4 of the paper shows what each of them brings.
 Without any of them this is speculative decoding with a greedy draft.
 
 The method is lossless. A guess becomes final only if it equals the token that the target chooses at
-its position. The target chooses the argmax, or above temperature 0 one sample after each node.
+its position: the argmax, or above temperature 0 the sample of the seed.
 
 Departures:
 - Verification. Paper: segments of discarded tokens that match the target's choices make phrases,
@@ -146,7 +146,8 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         # Eq. 2 and 8: compute in one call what the target chooses after every node.
         logits = target.forward(ids, parents)  # [nodes, V]
         best = greedy(logits)  # argmaxes, for the phrases of verification (Departures, Sampling)
-        chosen = sample(logits)  # v of Eq. 2 and 8. At temperature 0 it equals `best`
+        # v of Eq. 2 and 8. At temperature 0 it equals `best`
+        chosen = sample(logits, target.places)
         # Eq. 3 and 9: find the longest path that the target chooses, in d and then in one suffix.
         path, chunk = walk(ids, parents, chosen)
         target.commit(path)

@@ -17,7 +17,9 @@ it. It judges the draft as a whole. On average it accepts no fewer guesses, and 
 same ones.
 
 The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
-are one-hot, and the output is the target's greedy output.
+are one-hot, and the output is the target's greedy output. With --coupling they are one-hot at every
+temperature: draft and target sample by the numbers of the seed (Sampler in common.py), and a guess
+is accepted if it is the target's sample. So the text is that of the seed, as with other methods.
 
 A round with γ = 3 after "… the cat sat", where "the" is rejected:
 
@@ -132,13 +134,13 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
             unseen = (text + guesses)[draft.length:]
             logits = draft.forward(unseen)[-1:]  # [1, V]
             draft.commit(range(len(unseen)))
-            q = sample.probs(logits)  # [1, V]
+            q = sample.probs(logits, draft.places[-1:])  # [1, V]
             guesses += sample.draw(q).tolist()
             draft_probs.append(q)
             if confidence > 0 and logits.float().softmax(-1)[0, guesses[-1]] < confidence:
                 break
-        # Second step: compute p_1 … p_{γ+1} in one target call
-        target_probs = sample.probs(target.forward([text[-1], *guesses]))  # [γ+1, V]
+        # Second step: compute p_1 … p_{γ+1} in one target call, [γ+1, V]
+        target_probs = sample.probs(target.forward([text[-1], *guesses]), target.places)
         # Third to fifth step: count the accepted guesses, adjust p if one was rejected, and draw t
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         chunk = [*guesses[:accepted], token]

@@ -29,12 +29,12 @@ from transformers.utils import logging
 from cli.files import read_prompts
 from cli.graphs import GraphedLM
 from cli.loading import encode_prompts, load_checked
-from cli.options import MODELS, parse_decoding, read_options, select_options
+from cli.options import MODELS, make_sampler, parse_decoding, read_options, select_options
 from cli.run import Run, count_guesses, kind_for
 from cli.text import MOST, prepare_streams, read_input, stream
 from cli.trace import make_page, watch
 from cli.trajectory import show_trajectory
-from common import InputError, Sampler, autoregressive, context_length, eos_ids
+from common import InputError, autoregressive, context_length, eos_ids
 from support.engine import EngineLM, check, doubt_head, require, vocab_size
 from support.files import check_result, shorten, write_text
 from support.packed import pack
@@ -134,6 +134,7 @@ class Session:
         require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
         require(args.top_k >= 0, "top_k", "0 or more", args.top_k)
         require(1e-30 <= args.top_p <= 1, "top_p", "1e-30 to 1", args.top_p)
+        require(0 <= args.min_p <= 1, "min_p", "0 to 1", args.min_p)
 
     def start_run(self, method, options: dict) -> Run:
         """Make a run of a method, with fresh caches of the models that the method takes.
@@ -153,9 +154,8 @@ class Session:
 
     def answer(self, run: Run, prompt: list[int]) -> Iterator[list[int]]:
         """Yield the chunks of an answer that a run gives to a prompt, as the options say."""
-        args = self.args
-        sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        return run.decode(prompt, min(args.max_new_tokens, self.context - len(prompt)), sample)
+        limit = min(self.args.max_new_tokens, self.context - len(prompt))
+        return run.decode(prompt, limit, make_sampler(self.args))
 
     def decode(self, method, options: dict, show: Callable | None = None) -> Run:
         """Let a method answer all prompts.
@@ -214,12 +214,12 @@ def compare(session: Session, run: Run) -> int:
     model into the target's memo as "writer". Then this model decodes token by token.
 
     run      the run of the method
-    returns  1 where the greedy output of a lossless method differs in float32, else 0
+    returns  1 where output that model and seed fix differs in float32, else 0
     """
     session.models["target"] = run.models["target"].memo.get("writer", session.models["target"])
     ar = session.decode(autoregressive, {})
     figures = str(ar)  # now: the search for a difference makes more calls
-    exact = session.args.temperature == 0 and run.method not in session.table.lossy
+    exact = run.sample.fixed and run.method not in session.table.lossy
     speed_up = run.tokens / run.seconds * ar.seconds / ar.tokens
     if speed_up < 1:
         figures += f"\n{explain_slowdown(run, ar)}"

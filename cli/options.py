@@ -22,7 +22,7 @@ from typing import Iterable
 
 from cli.files import read_prompts
 from cli.text import Parser
-from common import InputError
+from common import InputError, Sampler
 from support.engine import MODELS, require
 
 # The annotations of keyword arguments that are options, and how argparse reads each of them
@@ -122,9 +122,12 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
         help="sample from the K likeliest tokens, 0: from all (default: 0)")
     add("--top-p", type=float, default=1.0, metavar="P",
         help="sample from the likeliest tokens, which have probability P together (default: 1)")
+    add("--min-p", type=float, default=0.0, metavar="P",
+        help="sample from tokens that have P times the largest probability (default: 0)")
+    add("--coupling", action="store_true",
+        help="let draft and target sample by the same numbers: all methods write a seed's text")
     add("--seed", type=int, default=0, metavar="N",
-        help="another seed, other samples (default: 0). A method that chooses its trees by the "
-             "clock repeats them only with --nodes N (sequoia: --depth N as well; space: --k N)")
+        help="another seed, other samples (default: 0)")
     add("--graphs", action=BooleanOptionalAction,
         help="run models by CUDA graphs, which saves launches (default: on a GPU)")
     add("--pack", action=BooleanOptionalAction, default=True,
@@ -140,6 +143,11 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
     names = [method.__name__ for method in methods]
     add("--method", default=names[0], choices=names,
         help=f"a method of those below (default: {names[0]})" if names[1:] else SUPPRESS)
+
+
+def make_sampler(args: Namespace) -> Sampler:
+    """Make the Sampler that a command line asks for."""
+    return Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.coupling)
 
 
 def add_own_options(parser: ArgumentParser, functions: list) -> None:

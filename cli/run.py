@@ -3,7 +3,7 @@ import time
 from os.path import commonprefix
 from typing import Iterator
 
-from common import Sampler, until
+from common import Sampler, greedy, until
 from support.engine import EngineLM
 
 
@@ -53,6 +53,7 @@ class Run:
     tokens   the number of tokens of all answers
     log      the method's records, one of each round
     seconds  the time of decoding, all but the set-up: the reading of files
+    sample   the Sampler of the newest answer
     """
 
     def __init__(self, method, models: dict[str, EngineLM], options: dict, eos: set[int]):
@@ -63,6 +64,7 @@ class Run:
         self.prompts, self.outputs, self.log = [], [], []
         self.tokens = 0
         self.seconds = 0.0
+        self.sample = greedy
 
     def decode(self, prompt: list[int], limit: int, sample: Sampler) -> Iterator[list[int]]:
         """Yield the chunks of an answer to one more prompt, up to its end or to `limit` tokens.
@@ -70,6 +72,7 @@ class Run:
         The time that the caller takes between two chunks is not counted.
         """
         self.prompts.append(prompt)
+        self.sample = sample
         self.outputs.append([])
         models = [self.models[name] for name in ("target", "draft") if name in self.models]
         chunks = self.method(*models, prompt=prompt, sample=sample, log=self.log, **self.options)
@@ -109,8 +112,9 @@ class Run:
         """Compare all outputs with those of a token-by-token run of the same prompts.
 
         ar       the token-by-token run
-        returns  where the first output differs, with the target's two largest logits there. If they
-                 are nearly equal, rounding chose. An empty text if no output differs
+        returns  where the first output differs, with the target's two largest scores there: logits,
+                 or p / E of `Sampler.race`. If they are nearly equal, rounding chose. An empty text
+                 if no output differs
         """
         for prompt, ours, theirs in zip(self.prompts, self.outputs, ar.outputs):
             if ours == theirs:
@@ -119,6 +123,7 @@ class Run:
             *context, root = prompt + theirs[:n]
             target = ar.models["target"]
             target.start(context)
-            first, second = target.forward([root]).topk(2).values[0].tolist()
-            return f"output differs at token {n + 1}: largest logits {first:.5g}, {second:.5g}"
+            scores = self.sample.race(target.forward([root]), target.places)
+            first, second = scores.topk(2).values[0].tolist()
+            return f"output differs at token {n + 1}: largest scores {first:.5g}, {second:.5g}"
         return ""

@@ -171,7 +171,7 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
                                             price)
         # Verify.
         logits = target.forward(ids, parents)
-        path, chunk = walk(ids, parents, sample(logits))
+        path, chunk = walk(ids, parents, sample(logits, target.places))
         target.commit(path)
         # Tell all that guesses what became final.
         ngrams.successors.learn(ids, logits)  # rejected nodes too

@@ -42,7 +42,8 @@ from cli.files import read_rows  # noqa: E402
 from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
 from cli.loading import encode_prompts, load_checked  # noqa: E402
 from cli.main import Table, run_script  # noqa: E402
-from cli.options import MODELS, parse_decoding, read_options, select_options  # noqa: E402
+from cli.options import (MODELS, make_sampler, parse_decoding, read_options,  # noqa: E402
+                         select_options)
 from cli.run import Run, kind_for  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, autoregressive, context_length, eos_ids  # noqa: E402
@@ -274,8 +275,8 @@ class Bench:
             lms["draft"], *more = map(self.cache, args.draft or [own.draft])
             if more:
                 given["more_drafts"] = more
-        sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
-        return Ours(method, lms, args.max_new_tokens, self.eos, sample, table.shared, **given)
+        return Ours(method, lms, args.max_new_tokens, self.eos, make_sampler(args), table.shared,
+                    **given)
 
     def find_files(self, method, options: dict) -> dict:
         """Let options that name files of models/ by default name those of --adapters.
@@ -471,8 +472,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
               "rest": f"{total - target - draft:.2f}"}
     share = bench.share_of_bandwidth(target / 1000) if method == AR else 0.0
     cells["of the bandwidth"] = f"{share:.0%}" if share else ""
-    if bench.args.temperature == 0:
-        cells["output as AR's"] = results.same(method, AR)
+    cells["output as AR's"] = results.same(method, AR)
     if bench.examples:
         right = bench.graded([count.output for _, count in results.counts[method][0]])
         cells["right answers"] = f"{sum(right)} of {len(right)}"

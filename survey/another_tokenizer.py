@@ -178,6 +178,7 @@ class TranslatedLM:
     length        how many tokens of the target are cached
     ends          the draft's length after the prompt's context, and after each later token
     widths        for each pending token of the target, how many of the draft's tokens were fed
+    places        the place in the target's text of the token that the last row predicts
     """
 
     def __init__(self, draft: EngineLM, translation: Translation, vocab: int):
@@ -185,7 +186,7 @@ class TranslatedLM:
         self.cache = draft.cache
         self.translation = translation
         self.vocab = self.full_vocab = vocab
-        self.length, self.ends, self.widths = 0, [0], []
+        self.length, self.ends, self.widths, self.places = 0, [0], [], []
 
     def start(self, ids: list[int]) -> None:
         """Cache a text of the target's tokens, encoded as the draft's own tokenizer does it."""
@@ -207,6 +208,7 @@ class TranslatedLM:
         parts = [self.translation.pieces[number] for number in numbers]
         logits = self.draft.forward([piece for part in parts for piece in part])
         self.widths += map(len, parts)
+        self.places = [self.length + len(self.widths)]
         # The draft's guess after a token of the target is in the row of the token's last piece.
         ends = torch.tensor([*map(len, parts)]).cumsum(0) - 1
         of_target, of_draft = self.translation.both

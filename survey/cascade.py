@@ -179,8 +179,8 @@ def review(levels: list, counts: list[list[int]], text: list[int],
             tokens, probs = draw(others[i:], counts[1 + i:], text + guesses, count, sample)
             guesses += tokens
             guess_probs.append(probs)
-    # One call of the first level scores the root and all guesses
-    p = sample.probs(first.score(text + guesses, len(guesses) + 1))  # [guesses + 1, V]
+    # One call of the first level scores the root and all guesses: p is [guesses + 1, V]
+    p = sample.probs(first.score(text + guesses, len(guesses) + 1), first.lm.places)
     # q[i] is the distribution of the level that drew guess i, so the review is exact. p[:0] has no
     # rows: it makes an empty q if nothing was guessed
     q = torch.cat([p[:0], *(probs.to(p.device) for probs in guess_probs)])  # [guesses, V]

@@ -281,7 +281,7 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
             z = run_block(draft, cache, torch.cat(unread), root)[:, :target.vocab]
             ids, parents = grow_block(draft, z, root, n)
             unread = []
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         unread.append(target.features[path])
         root = chunk[-1]
         target.commit(path)

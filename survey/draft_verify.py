@@ -168,14 +168,14 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
         last = root
         for _ in range(gamma):
             logits = draft.forward([last])  # [1, V]
-            draft_probs.append(sample.probs(logits))
+            draft_probs.append(sample.probs(logits, draft.places))
             [last] = sample.draw(draft_probs[-1]).tolist()
             guesses.append(last)
             # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
             if not logits.float().softmax(-1)[0, last] >= threshold:
                 break
         # Verify. The call begins at the same slot, so its rows replace those of the draft.
-        target_probs = sample.probs(target.forward([root, *guesses]))
+        target_probs = sample.probs(target.forward([root, *guesses]), target.places)
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         target.commit(range(1 + accepted))
         # Adapt the threshold.

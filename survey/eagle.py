@@ -303,7 +303,7 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
         if levels and unfed:
             ids, parents = grow_eagle(draft, lm, unfed, root, n, levels)
             unfed = []
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
         # the token chosen after it. These replace the features that the draft guessed.
         unfed.append(Pairs(target.features[path], chunk))

@@ -110,7 +110,7 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
         for _ in range(gamma):
             logits = early.forward(token)  # [1, V]
             hidden.append(early.features)  # [1, d], for the paper's exit query cache
-            draft_probs.append(sample.probs(logits))
+            draft_probs.append(sample.probs(logits, early.places))
             token = sample.draw(draft_probs[-1])  # [1]; the CPU need not wait for it
             drawn.append(token)
             # This guess is kept, but none comes after it. A NaN ends a draft too.
@@ -122,7 +122,7 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
         guesses = torch.cat(drawn).tolist()
         # Self-verification (4.3.2): the late layers run once, for the root and all guesses.
         logits = late.forward(torch.cat(hidden))  # [γ+1, V]
-        target_probs = sample.probs(logits)
+        target_probs = sample.probs(logits, late.places)
         accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         # Reusing the cache (4.3.3): the rows of the accepted tokens stay, in all layers.
         early.commit(range(1 + accepted))

@@ -73,7 +73,7 @@ def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: 
             # With a fallback of 0 the answer is known, and a GPU need not be waited for.
             if fallback > 0 and logits.float().softmax(-1).max() < fallback:
                 break
-            [guess] = sample(logits)
+            [guess] = sample(logits, draft.places[-1:])
             guesses.append(guess)
             feed = [guess]
         logits = target.forward([root, *guesses]).float()  # [n + 1, V]
@@ -81,7 +81,7 @@ def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: 
         passed = passes(logits[:-1], column)
         # Count the guesses before the first that does not pass
         accepted = int(passed.cumprod(0).sum())
-        [root] = sample(logits[accepted:accepted + 1])
+        [root] = sample(logits[accepted:accepted + 1], target.places[accepted:accepted + 1])
         target.commit(range(1 + accepted))
         # Keep the draft's rows of what is final. After gamma guesses the draft was never fed the
         # last one. If it was too unsure to give another guess, it was fed all of them.

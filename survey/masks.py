@@ -122,12 +122,12 @@ def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: st
         with torch.inference_mode():
             token = embed(torch.tensor([root], device=lookahead.device))
             inputs = torch.cat([token, lookahead])  # [1+L, d]
-        probs = sample.probs(target.forward(inputs))  # [1+L, V]
+        probs = sample.probs(target.forward(inputs), target.places)  # [1+L, V]
         first, *guesses = sample.draw(probs).tolist()
         target.commit([0])  # the rows of look-ahead tokens are no text, so they are dropped
         # Verify. `probs[1:]` are the distributions that the guesses were drawn from. One token more
         # comes from the residual of the rejected guess, or from the row of the last guess.
-        target_probs = sample.probs(target.forward([first, *guesses]))  # [1+L, V]
+        target_probs = sample.probs(target.forward([first, *guesses]), target.places)  # [1+L, V]
         accepted, root = verify(target_probs, probs[1:], guesses, sample)
         target.commit(range(1 + accepted))
         if log is not None:
@@ -147,9 +147,6 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     tuning: the file of the model's changes, made by `python -m survey.masks tune`
 
     Yields chunks of 1 to k + 1 tokens; logs {"guessed", "accepted", "rows"} a call.
-
-    The same seed draws the same tokens only if k is given, because the clock chooses it anew in
-    each run.
     """
     lm, mask = target.once(load_space, tuning, target)
     target.memo["writer"] = lm.model
@@ -175,7 +172,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         logits = lm.forward(inputs, parents)
         move_counts(lm, target)
         # Verify. The masks' rows have no part in it.
-        path, chunk = walk(ids, chain, sample(logits[:n]))
+        path, chunk = walk(ids, chain, sample(logits[:n], lm.places[:n]))
         lm.commit(path)
         learnt.learn(chain, path)
         root = chunk[-1]

@@ -286,7 +286,7 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
         if typical:
             path, chunk = typical_path(ids, parents, logits, sample, epsilon, delta)
         else:
-            path, chunk = walk(ids, parents, sample(logits))
+            path, chunk = walk(ids, parents, sample(logits, target.places))
         target.commit(path)
         learnt.learn(parents, path)
         # The next root follows the last accepted node, so heads read that node's feature.

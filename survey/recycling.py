@@ -111,7 +111,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         ids, parents = successors.fill(root, planned)
         # Verify.
         logits = target.forward(ids, parents)
-        path, chunk = walk(ids, parents, sample(logits))
+        path, chunk = walk(ids, parents, sample(logits, target.places))
         target.commit(path)
         learnt.learn(parents, path)
         # Recycle: the target gave logits after all nodes, and so all of them update M.

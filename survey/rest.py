@@ -274,7 +274,7 @@ def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = 
         else:
             ids, parents = retrieve(stores, text, n - 1, longest)
         # Verify.
-        path, chunk = walk(ids, parents, sample(target.forward(ids, parents)))
+        path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         target.commit(path)
         learnt.learn(parents, path)
         # From now on the final tokens are looked up too.

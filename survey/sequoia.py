@@ -196,15 +196,15 @@ def draw_children(q_logits: torch.Tensor, k: int, sample: Sampler) -> list[list[
     """Draw k different tokens from the draft's q for each of n nodes.
 
     Gumbel noise is added to the logits. Then the token with the largest sum is a draw from q. The
-    token with the next sum is a draw from q without the first token, and so on. At temperature 0
-    there is no noise, and the tokens are the k likeliest.
+    token with the next sum is a draw from q without the first token, and so on. A sampler that is
+    sure adds no noise.
 
     q_logits  logits of q [n, V]
     k         how many tokens a node gets
     sample    gives the noise
     returns   the tokens [n][k] in the order in which they were drawn
     """
-    if sample.temperature > 0:
+    if not sample.sure:
         noise = sample.uniform(q_logits.shape, q_logits.device).clamp(min=1e-30)
         q_logits = q_logits - (-noise.log()).log()
     return q_logits.topk(k).indices.tolist()
@@ -228,6 +228,8 @@ def draw_tree(draft: EngineLM, unseen: list[int], shape: Shape,
     temperature = 1.0 if sample.temperature == 0 else sample.temperature
 
     def draw(level: list[int], logits: torch.Tensor) -> None:
+        if sample.sure:  # the winner of the draft's race is first, and then the next ones
+            logits = sample.race(logits, draft.places[-len(level):])
         logits = logits.double() / temperature
         # When all tokens with a chance have been drawn, the next children are drawn evenly from the
         # others (Alg. 2, line 14). If the logits of these were -inf, their q would be 0 / 0.
@@ -315,8 +317,8 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
 
     Yields chunks of 1 to depth + 1 tokens; logs {"guessed", "accepted"} a round.
 
-    The same seed draws the same tokens only if nodes and depth are given, because the clock chooses
-    anew in each run.
+    The same seed draws the same tokens only with nodes and depth, or with --coupling, because the
+    clock chooses anew in each run.
     """
     require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
     prompt = begin(prompt, target, draft)
@@ -330,8 +332,8 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
         shape = clock.choose(lambda: plan_sequoia(learnt.rates(), sizes, depths))
         ids, q_logits_of = draw_tree(draft, unseen, shape, sample)
         logits = target.forward(ids, shape.parents)  # [n, V]
-        if sample.temperature == 0:
-            path, chunk = walk(ids, shape.parents, sample(logits))
+        if sample.sure:
+            path, chunk = walk(ids, shape.parents, sample(logits, target.places))
         else:
             path, chunk = sample_path(ids, shape, logits, q_logits_of, sample)
         target.commit(path)

@@ -152,14 +152,15 @@ def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: 
     gamma     tokens of a draft
     K         how many drafts are drawn
     sample    the Sampler that draws the tokens
-    ranked    whether draft k begins with the k-th likeliest token, which is not drawn then
+    ranked    whether draft k begins with the k-th token of the draft's race, which at temperature 0
+              is the k-th likeliest
     returns   the drafts with their distributions and nodes
     """
     logits = draft.forward(unseen)
     draft.commit(range(len(unseen)))  # they are final, so they join the context at once
     texts = [()] * K
     nodes = {(): -1}
-    probs = {(): sample.probs(logits[-1:])[0]}
+    probs = {(): sample.probs(logits[-1:], draft.places[-1:])[0]}
     for depth in range(gamma):
         # Feed the tokens that the depth before has drawn. The last depth's are never fed.
         if depth > 0:
@@ -168,13 +169,13 @@ def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: 
             first = len(draft.parents)
             tokens = [prefix[-1] for prefix in prefixes]
             parents = [nodes[prefix[:-1]] for prefix in prefixes]
-            rows = sample.probs(draft.forward(tokens, parents))
+            rows = sample.probs(draft.forward(tokens, parents), draft.places)
             for i, prefix in enumerate(prefixes):
                 nodes[prefix] = first + i
                 probs[prefix] = rows[i]
         # Each draft gets a draw of its own, even if drafts are equal so far.
         if depth == 0 and ranked:
-            tokens = logits[-1].topk(K).indices.tolist()
+            tokens = sample.race(logits[-1:], draft.places[-1:])[0].topk(K).indices.tolist()
         else:
             tokens = sample.draw(torch.stack([probs[text] for text in texts])).tolist()
         texts = [(*text, token) for text, token in zip(texts, tokens)]
@@ -251,12 +252,13 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
         ids, parents, paths = trie(root, texts)
         logits = target.forward(ids, parents)  # [nodes, V]
         if rule is None:
-            path, [*guesses, root] = walk(ids, parents, sample(logits))
+            path, [*guesses, root] = walk(ids, parents, sample(logits, target.places))
             guesses = tuple(guesses)
         else:
             drafts = [DrawnDraft(text, drawn[m].probs, path)
                       for m, text, path in zip(turns, texts, paths)]
-            guesses, path, rest = verify_tree(rule, sample.probs(logits), drafts, sample)
+            target_probs = sample.probs(logits, target.places)
+            guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
             root = sample.draw(rest[None]).item()
         target.commit(path)
         # A model keeps the rows of those accepted guesses that it was fed. It was fed a prefix of
@@ -288,7 +290,7 @@ def specinfer(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: in
     Yields chunks of 1 to gamma + 1 tokens; logs {"guessed", "accepted"} a round. These are the
     numbers of nodes below the root and of accepted guesses.
     """
-    rule = multi_step if sample.temperature > 0 else None
+    rule = None if sample.sure else multi_step
     return decode_by_rule(rule, target, [draft, *more_drafts], prompt, gamma, K, sample, log)
 
 

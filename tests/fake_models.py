@@ -61,8 +61,9 @@ class ScriptedLM:
         self.passes.append((len(ids), len(ids), 0.0))
         if keep is not None:
             start = len(self.parents) - keep
-        texts = ([self.ids[j] for j in path_to(i, self.parents)]
-                 for i in range(start, len(self.parents)))
+        texts = [[self.ids[j] for j in path_to(i, self.parents)]
+                 for i in range(start, len(self.parents))]
+        self.places = [len(self.tokens) + len(text) for text in texts]
         return torch.stack([self.logits_of(self.tokens + text) for text in texts])
 
     def commit(self, path):

@@ -95,6 +95,9 @@ class Choosing(Sampler):
     def draw(self, probs):
         return torch.tensor([self.choose(row) for row in probs.double().tolist()])
 
+    def __call__(self, logits, places):
+        return self.draw(self.probs(logits)).tolist()
+
     def uniform(self, shape, device):
         return Coins(self.choose, torch.ones(shape, dtype=torch.bool))
 

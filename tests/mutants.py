@@ -46,6 +46,10 @@ MUTANTS = {
         ("logits.reshape(-1, logits.shape[-1])", "logits",
          "top_p is given three dimensions, of which it makes nan"),
         ("not rows.amax(-1).isfinite().all()", "False", "logits that are nan choose a token"),
+        ("(positions[0, n - keep:] + 1)", "positions[0, n - keep:]", "a place is one too small"),
+        ("hash((self.seed, place))", "hash(self.seed)", "all places share their numbers"),
+        ("torch.rand(V, dtype=torch.float64, generator", "torch.rand(V, generator",
+         "numbers of float32, by which no token is rare"),
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
          "a draft remembers the smallest of its targets")],
     "support/engine.py": [
@@ -66,7 +70,7 @@ MUTANTS = {
         ("passed.cumprod(0).sum()", "passed.sum()", "guesses behind a rejected one count"),
         ("draw(residual(probs[accepted], q[accepted])[None])", "draw(probs[accepted][None])",
          "after a rejection the target's p, not the residual, is drawn from"),
-        ("q = sample.probs(logits)  # [1, V]", "q = logits.softmax(-1)",
+        ("q = sample.probs(logits, draft.places[-1:])  # [1, V]", "q = logits.softmax(-1)",
          "the draft forgets temperature, top-k and top-p"),
         ("range(1 + accepted)", "range(1 + gamma)", "rejected guesses stay in the target's cache")],
     "support/recurrent.py": [
@@ -79,8 +83,8 @@ MUTANTS = {
         ("[n:]  # as many", "[n - 1:-1]  # as many", "the inputs of a convolution are off by one"),
         ("self.cache.keep = 2 *", "keep = 2 *", "each round of a long draft reads the text anew")],
     "jacobi.py": [
-        ("chosen[:agreed + 1]", "guesses[:agreed + 1]", "argmaxes become final at a temperature"),
-        ("guesses[agreed + 1:]", "y[final + agreed + 1:]", "the other guesses are not recomputed"),
+        ("(y[:final] + chosen)", "(y[:final] + chunk + y[final + agreed + 1:])",
+         "the other guesses are not recomputed"),
         ("[1:i + 1] + [", "[1:i] + [", "a column lacks the token of level 0 above it"),
         ("levels[0][0] = root", "pass", "n-grams of the window begin with a wrong root"),
         ("text += chunk\n        for", "text = chunk\n        for",
@@ -157,7 +161,7 @@ MUTANTS = {
     "survey/layerskip.py": [
         ("(early.features)\n", "(hidden[-1])\n", "the last guess has another's hidden state")],
     "survey/lossy.py": [
-        ("(logits[accepted:accepted + 1])", "(logits[-1:])", "the wrong row replaces a guess")],
+        ("sample(logits[accepted:accepted + 1]", "sample(logits[-1:]", "the wrong row replaces a guess")],
     "survey/masks.py": [
         ("learn(chain, path)", "learn(parents, path)", "masks count as guesses that were wrong")],
     "hybrid/hybrid.py": [
@@ -296,13 +300,13 @@ MUTANTS = {
         ('if (folder / "adapter_config.json").exists():', "if False:",
          "an adapter is loaded without its base")],
     "cli/main.py": [
-        ("min(args.max_new_tokens, self.context - len(prompt))", "args.max_new_tokens",
+        ("min(self.args.max_new_tokens, self.context - len(prompt))", "self.args.max_new_tokens",
          "an answer exceeds the context"),
-        ("args.top_k, args.top_p, args.seed", "args.top_k, args.top_p", "--seed is ignored"),
         ("return int(exact and found", "return int(False and found", "--compare never fails"),
         ("run.method not in session.table.lossy", "True", "--compare checks lossy methods")],
     "cli/options.py": [
         ("args and name not in", "args and name in", "an option of another method is ignored"),
+        ("args.min_p, args.seed,", "args.min_p, 0,", "--seed is ignored"),
         ("name in args}", "name in args and vars(args)[name]}", "an option of 0 is forgotten")],
     "cli/run.py": [
         ("until(chunks, limit, self.eos)", "until(chunks, limit, ())", "EOS is ignored"),

@@ -86,8 +86,7 @@ def test_ratios_are_taken_within_a_round():
                  ("b", Count(30, 6, b * s, s, 0.0, output, [{"guessed": 1}, {"guessed": 2}], 12))]
                 for s in seconds]
     results = Results({"x": counts([1.0, 5.0, 2.0], 3, [2]), AR: counts([4.0, 5.0, 1.0], 1, [3])})
-    bench = SimpleNamespace(target=tiny("llama"), categories=["a", "b"], examples={},
-                            args=SimpleNamespace(temperature=0))
+    bench = SimpleNamespace(target=tiny("llama"), categories=["a", "b"], examples={})
     assert [*make_line(bench, results, "x").values()] == [
         "x", "4.00", "2.0", "1.0", "0.7", "5", "0.50", "0.25 to 2.00", "1.00", "0.33", "12%",
         "75.00", "12.50", "112.50", "", "1 of 2"]

@@ -81,8 +81,8 @@ def saying(chunks: list[list[int]]):
 
 def wrong_from(n: int):
     """Make a method whose output is wrong from its token n on."""
-    def wrong(target, prompt, *, sample=None, log=None):
-        for i, [token] in enumerate(autoregressive(target, prompt), 1):
+    def wrong(target, prompt, *, sample, log=None):
+        for i, [token] in enumerate(autoregressive(target, prompt, sample=sample), 1):
             yield [token + (i >= n)]
     return wrong
 
@@ -186,43 +186,22 @@ def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
     assert outs[0] == outs[1] and len({*outs}) > 1
     _, out, err = ask(*ONE, *ONE, *how, "--seed", "1", "--compare")
     assert out == outs[0] + outs[0] and "outputs may differ" in err
-
-
-CLOCKS = [*(f"survey.{name} --nodes 6" for name in ("eagle", "eagle3", "mtp", "medusa", "dflash",
-                                                    "rest", "recycling", "sequoia --depth 3")),
-          "hybrid.hybrid --nodes 6", "survey.masks --method space --k 2"]
-
-
-@pytest.mark.parametrize("line", CLOCKS)
-def test_samples_are_those_of_the_seed_whatever_the_clock_says(line, ask, monkeypatch):
-    """If the options are given that --help of --seed names, for methods that choose by the clock.
-    """
-    file, *argv = line.split()
-    outs, now = set(), 0.0
-    for pace in 1, 9:
-        rng = random.Random(pace)
-
-        def tick() -> float:
-            nonlocal now
-            now += rng.random() ** pace
-            return now
-        monkeypatch.setattr("time.perf_counter", tick)
-        outs.add(ask(*TWO, *argv, "--temperature", "2", "--max-new-tokens", "6", file=file)[1])
-    assert len(outs) == 1
-    _, out, _ = ask("--help", file=file)
-    said = re.search(r"--seed N .*?--graphs", out, re.S)[0]
-    assert all(option in said for option in argv if option in ("--nodes", "--depth", "--k"))
+    runs = [ask(*ONE, *ONE, *how, "--compare", *more, file=file) for file, *more in (
+        ["speculative", "--coupling"], ["jacobi"])]
+    assert runs[0][1] == runs[1][1]  # the text of the seed
+    assert all("output equals autoregressive output" in err for _, _, err in runs)
 
 
 # ---------------------------------------------------------------------------- comparing
 
-@pytest.mark.parametrize("dtype, expected", [("bfloat16", 0), ("float32", 1)])
-def test_compare_reports_the_first_difference(ask, dtype, expected):
-    """With the two largest logits there; in half precision near-ties are rounded, and it is no
+@pytest.mark.parametrize("how, expected", [
+    (["--dtype", "bfloat16"], 0), ([], 1), (["--temperature", "1"], 1)])
+def test_compare_reports_the_first_difference(ask, how, expected):
+    """With the two largest scores there; in half precision near-ties are rounded, and it is no
     failure. A lossy method is not checked."""
-    status, _, err = ask("--prompt", PROMPT, "--compare", "--dtype", dtype, "--max-new-tokens", "8",
+    status, _, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "8", *how,
                          method=wrong_from(3))
-    assert re.search(r"output differs at token 3: largest logits [\d.]+, [\d.]+\n", err)
+    assert re.search(r"output differs at token 3: largest scores [\d.e-]+, [\d.e-]+\n", err)
     assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
     method = wrong_from(3)
     status, _, err = ask(*ONE, "--compare", "--max-new-tokens", "8", method=method, lossy=[method])

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig
-from transformers.generation.logits_process import (TemperatureLogitsWarper, TopKLogitsWarper,
-                                                    TopPLogitsWarper)
+from transformers.generation.logits_process import (MinPLogitsWarper, TemperatureLogitsWarper,
+                                                    TopKLogitsWarper, TopPLogitsWarper)
 
 import common
 import jacobi
@@ -329,17 +329,19 @@ def chunks(target, draft):
 
 # ------------------------------------------------------------------------------------ sampling
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [
-    (1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8), (0.5, 20, 0.9), (2.0, 1, 0.3),
-    (1.0, 99, 0.05), (1.0, 3, 0.6)])
-def test_probs_equal_transformers_warpers(temperature, top_k, top_p):
+@pytest.mark.parametrize("temperature, top_k, top_p, min_p", [
+    (1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.3), (1.5, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0),
+    (0.5, 20, 0.9, 0.1), (2.0, 1, 0.3, 0.0), (1.0, 99, 0.05, 0.0), (1.0, 3, 0.6, 0.0)])
+def test_probs_equal_transformers_warpers(temperature, top_k, top_p, min_p):
     logits = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
     expected = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    sample = Sampler(temperature, top_k, top_p)
+    if min_p > 0:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    sample = Sampler(temperature, top_k, top_p, min_p)
     torch.testing.assert_close(sample.probs(logits), expected.softmax(-1), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(sample.probs(logits[3]), expected[3].softmax(-1))  # [V] alone
     assert sample.probs(logits.bfloat16()).dtype == torch.float32
@@ -349,40 +351,42 @@ def test_the_smallest_and_the_largest_temperature():
     """They are next to greedy and next to uniform, without overflow."""
     logits = 1e4 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
     for cold in greedy, Sampler(1e-6), Sampler(temperature=0, top_k=3, seed=1):
-        assert cold(logits) == cold.draw(cold.probs(logits)).tolist() == logits.argmax(-1).tolist()
+        draws = cold.draw(cold.probs(logits)).tolist()
+        assert cold(logits, range(50)) == draws == logits.argmax(-1).tolist()
     assert (Sampler(1e6).probs(logits) - 1 / 40).abs().max() < 2e-3
 
 
-def test_rare_tokens_are_drawn_as_often_as_they_should(monkeypatch):
-    """In float32 sums and random numbers move in steps of 2⁻²⁴: a token of 1e-8 would never come,
-    or as often as one of 6e-8."""
-    sample = Sampler(1.0)
-    u = sample.uniform((10000,), torch.device("cpu"))
-    assert u.dtype == torch.float64 and ((u * 2 ** 24) % 1 != 0).float().mean() > 0.99
-    rare = torch.tensor([[0.5, *[1e-8] * 20, 0.5 - 2e-7]])
-    for i in range(20):
-        at = (0.5 + (i + 0.5) * 1e-8) / rare.double().sum().item()
-        monkeypatch.setattr(Sampler, "uniform", lambda *_: torch.tensor([[at]], dtype=u.dtype))
-        assert sample.draw(rare).tolist() == [1 + i]
+def test_numbers_are_fine_enough_for_rare_tokens():
+    """Numbers of float32 have steps of 2⁻²⁴: a token of 1e-8 would never come, or as often as one
+    of 6e-8. The first tokens of a larger vocabulary have the numbers of a smaller one."""
+    times = Sampler().times(3, 10 ** 6, torch.device("cpu"))
+    steps = 2 ** 24 * -torch.expm1(-times[times < 1e-3].double())
+    assert len(steps) > 900 and ((steps - steps.round()).abs() > 0.01).float().mean() > 0.9
+    assert torch.equal(Sampler().times(3, 7, torch.device("cpu")), times[:7])
+    assert Sampler().uniform((9,), torch.device("cpu")).dtype == torch.float64
 
 
-def test_no_coin_draws_a_token_without_probability(monkeypatch):
-    """Not the smallest, and not the largest where probabilities sum to a little less than 1."""
-    assert Zeros().draw(torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.0, 0.0]])).tolist() == [1, 0, 1]
-    largest = torch.tensor([[1 - 2.0 ** -53]], dtype=torch.float64)
-    monkeypatch.setattr(Sampler, "uniform", lambda *_: largest)
-    assert Sampler().draw(torch.tensor([[0.5, 0.5 - 1e-7, 0.0]])).tolist() == [1]
+def test_samples_have_their_distribution():
+    """Those of a place, of the next place and of another seed are independent. So are the draws
+    that papers' rules make of two rows. Odds of draws need not sum to 1."""
+    p, N = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]), 20000
+    one, other = (torch.tensor(Sampler(seed=seed)(p.log().repeat(N, 1), range(N)))
+                  for seed in (5, 6))
+    draws = Sampler(seed=5).draw(3 * p.repeat(3 * N, 1)).view(3, N)
+    expected = (p[:, None, None] * p[:, None] * p).flatten()
+    for a, b, c in (one[:-1], one[1:], other[:-1]), draws:
+        counts = (25 * a + 5 * b + c).bincount(minlength=125)
+        assert chi_square_ok(counts, expected) and counts[expected == 0].sum() == 0
 
 
-def test_draws_have_their_distribution():
-    """Two rows of one call are independent, and calls differ. Odds need not sum to 1."""
-    p = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05, 0.0], [0.0, 0.01, 0.04, 0.0, 0.35, 0.6]])
-    sample = Sampler(seed=5)
-    draws = torch.cat([sample.draw(3 * p.repeat(2000, 1)).view(-1, 2) for _ in range(10)])
-    expected = (p[0][:, None] * p[1]).flatten()  # of pairs
-    counts = torch.bincount(draws[:, 0] * 6 + draws[:, 1], minlength=36)
-    assert chi_square_ok(counts, expected) and counts[expected == 0].sum() == 0
-    assert not torch.equal(draws[:2000], draws[2000:4000])
+def test_a_place_is_how_many_tokens_come_before():
+    """Of the tree of common.py's header, after a context of 2 tokens. Siblings share it."""
+    lm = CachedLM(tiny("llama"))
+    lm.start([7, 8])
+    lm.forward([1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 0, 4])
+    assert lm.places == [3, 4, 5, 6, 4, 5]
+    lm.forward([9, 9, 9], [0, 3, 5], keep=2)
+    assert lm.places == [7, 6]
 
 
 # ------------------------------------------------------------------------------------ decoding
