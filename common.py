@@ -497,28 +497,28 @@ def eos_ids(model, tokenizer) -> set[int]:
 MODELS = Path(__file__).resolve().parent / "models"  # the embedded models, if they are there
 PROMPT = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
 LOADING = {"device": "", "dtype": "", "chat": False}  # options, with their defaults
-DECODING = {"prompt": PROMPT, "compare": False, "max_new_tokens": 128, "temperature": 0.0,
-            "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "coupling": False}
+DECODING = {"prompt": PROMPT, "compare": False, "max_new_tokens": 128}
+SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
+            "coupling": False}  # the arguments of a Sampler
 
 
 def parse(function, defaults: dict, argv: list[str]) -> dict:
     """Parse the options of a command line; return {name: value}.
 
     function  a method or a command. Its arguments that are numbers, switches or texts are options
-    defaults  further options with their defaults. An option without a default must be given
+    defaults  further options with their defaults. None: it must be given
     """
     parser = argparse.ArgumentParser(
         description=function.__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {name: type(x) for name, x in defaults.items()}
-    takes = function.__annotations__.items()
-    kinds |= {name: kind for name, kind in takes if kind in (bool, int, float, str, Path)}
-    defaults = defaults | function.__kwdefaults__
+    own = {name: kind for name, kind in function.__annotations__.items()
+           if kind in (bool, int, float, str, Path)}
+    kinds = {name: str if x is None else type(x) for name, x in defaults.items()} | own
     for name, kind in kinds.items():
+        x = (defaults | function.__kwdefaults__).get(name)
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        x = defaults.get(name)
         parser.add_argument(f"--{name}".replace("_", "-"), default=x, help=f"default: {x}",
-                            required=name not in defaults, **how)
+                            required=x is None, **how)
     return vars(parser.parse_args(argv))
 
 
@@ -536,31 +536,30 @@ def call(command, argv: list[str]) -> None:
 
     A command that takes prompts gets those of --prompts, a file with one on each line.
     """
-    usual = {"target": f"{MODELS}/target", "prompts": "", **LOADING}
-    args = parse(command, usual, argv)
+    usual = {"target": f"{MODELS}/target"} | LOADING
+    reads = {"prompts": None} if "prompts" in command.__annotations__ else {}
+    args = parse(command, usual | reads, argv)
     model, tokenizer = load(args["target"], args["device"], args["dtype"])
     options = {name: x for name, x in args.items() if name not in usual}
-    if "prompts" in command.__annotations__:
+    if reads:
         lines = Path(args["prompts"]).read_text(encoding="utf-8").splitlines()
         texts = [json.loads(x)["prompt"] if x[:1] == "{" else x for x in lines if x.strip()]
         options["prompts"] = [encode(tokenizer, text, args["chat"]) for text in texts]
     command(model, tokenizer, **options)
 
 
-def answer(method, lms: list[CachedLM], tokenizer, args: dict) -> tuple:
+def answer(method, lms: list[CachedLM], tokenizer, args: dict, sample: Sampler) -> tuple:
     """Decode the prompt of a command line, and print the text as it comes.
 
-    returns  the tokens of the answer, how many of them a second gave, and whether model and seed
-             alone fixed the tokens
+    returns  the tokens of the answer, and how many of them a second gave
     """
     prompt = encode(tokenizer, args["prompt"], args["chat"])
     limit = min([args["max_new_tokens"], *(lm.max_length - len(prompt) for lm in lms)])
     if limit < 1:
         raise InputError(f"expected room for an answer of 1 token or more, got {limit}")
     eos = eos_ids(lms[0].model, tokenizer)
-    sample = Sampler(*(args[x] for x in [*DECODING][3:]))  # from the temperature on
-    known = args | {"eos": eos, "sample": sample}
-    options = {name: x for name, x in known.items() if name in method.__kwdefaults__}
+    options = {name: x for name, x in (args | {"eos": eos, "sample": sample}).items()
+               if name in method.__kwdefaults__}
     ids, text, seconds, began = [], "", 0.0, time.perf_counter()
     for chunk in until(method(*lms, prompt, **options), limit, eos):
         seconds += time.perf_counter() - began
@@ -572,22 +571,24 @@ def answer(method, lms: list[CachedLM], tokenizer, args: dict) -> tuple:
         text, began = whole, time.perf_counter()
     print(f"\n{method.__name__}: {len(ids)} tokens in {lms[0].calls} calls of the target, "
           f"{len(ids) / seconds:.1f} tokens/s", file=sys.stderr)
-    return ids, len(ids) / seconds, sample.fixed
+    return ids, len(ids) / seconds
 
 
 def decode(method, lossy: bool, target: str, argv: list[str]) -> None:
     """Answer a prompt by a method. With --compare also decode token by token."""
     kinds = {x: kind for x, kind in method.__annotations__.items() if x in ("target", "draft")}
     paths = {x: f"{MODELS}/{x}" for x in kinds} | {"target": f"{MODELS}/{target}"}
-    args = parse(method, paths | LOADING | DECODING, argv)
+    args = parse(method, paths | LOADING | DECODING | SAMPLING, argv)
     models, (tokenizer, *_) = zip(*(load(args[x], args["device"], args["dtype"]) for x in kinds))
     vocab = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps, so it is not their number
     lms = [kind(model, vocab) for kind, model in zip(kinds.values(), models)]
-    ours, fast, fixed = answer(method, lms, tokenizer, args)
+    sample = Sampler(**{name: args[name] for name in SAMPLING})
+    ours, fast = answer(method, lms, tokenizer, args, sample)
     if args["compare"]:
-        theirs, slow, _ = answer(autoregressive, [CachedLM(models[0], vocab)], tokenizer, args)
+        target = CachedLM(models[0], vocab)
+        theirs, slow = answer(autoregressive, [target], tokenizer, args, sample)
         said = "equals" if ours == theirs else "differs from"
-        if lossy or not fixed:
+        if lossy or not sample.fixed:
             said = "may differ from"
         print(f"speed-up {fast / slow:.2f}x; output {said} autoregressive output", file=sys.stderr)
 
