@@ -106,7 +106,7 @@ MUTANTS = {
         ("[False] * n + [True]", "[False] * n + [False]", "masks do not see the prompt tokens"),
         ("group = groups[path[-1]]", "group = groups[0]", "candidates come from the root's masks"),
         ("repeat(B, anchors.shape[1], 1)", "repeat_interleave(anchors.shape[1], 0).repeat(B, 1, 1)",
-         "groups have equal masks"),
+         "masks of a group are all the same one"),
         ("(P, 0), value=10 ** 9", "(P, 0), value=-10 ** 9", "windows hide the prompt tokens"),
         ("            adam.zero_grad()\n", "", "gradients of earlier updates add up"),
         ("            rate.step()\n", "", "the learning rate stays as it is"),

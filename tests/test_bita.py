@@ -10,7 +10,7 @@ import torch
 
 import bita as module
 from bita import (PrefixLM, Tuning, bita, build_tree, load_tuning, mask_logits, sample_anchors,
-                  sar_loss, train)
+                  sar_loss, save_tuning, train)
 from common import CachedLM, InputError, autoregressive
 from fake_models import path_to
 from families import FAMILIES, tiny
@@ -148,8 +148,8 @@ def test_a_tuned_model_writes_its_own_text(tmp_path, monkeypatch):
         log, file = [], str(tmp_path / "file")
         load_tuning.cache_clear()
         lm = PrefixLM(model)
-        assert [tokens_of(bita(lm, p, adapter=file, k=2, log=log), 30) for p in PROMPTS] == (
-            expected)
+        chunks = [bita(lm, p, adapter=file, k=2, log=log) for p in PROMPTS]
+        assert [tokens_of(some, 30) for some in chunks] == expected
         accepted.append(sum(r["accepted"] for r in log) / len(log))
     assert losses[-1] < 0.8 * losses[1] and accepted[1] > accepted[0]
     assert all(map(torch.equal, model.parameters(), tiny("llama", vocab_size=12).parameters()))
@@ -194,6 +194,16 @@ def test_ctrl_c_saves_what_a_next_run_goes_on_from(tmp_path, monkeypatch, capsys
     assert again == pytest.approx(stopped, rel=1e-2) and first == fresh > 1.05 * stopped
     ends = [load_tuning(str(tmp_path / name), LLAMA).masks for name in ("half", "whole", "fresh")]
     assert {x.shape for x in ends} == {(2, 32)} and len({str(x.tolist()) for x in ends}) == 3
+
+
+def test_an_old_file_stays_until_a_new_one_is_whole(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("old")
+    monkeypatch.setattr(module, "save_file", interrupting(
+        lambda tensors, path, facts: Path(path).write_text("half"), 1, after=True))
+    with pytest.raises(KeyboardInterrupt):
+        save_tuning(file, Tuning(LLAMA), LLAMA)
+    assert file.read_text() == "old"
 
 
 @pytest.mark.parametrize("spoil", [
