@@ -161,7 +161,8 @@ MUTANTS = {
     "survey/layerskip.py": [
         ("(early.features)\n", "(hidden[-1])\n", "the last guess has another's hidden state")],
     "survey/lossy.py": [
-        ("sample(logits[accepted:accepted + 1]", "sample(logits[-1:]", "the wrong row replaces a guess")],
+        ("sample(logits[accepted:accepted + 1]", "sample(logits[-1:]",
+         "the wrong row replaces a guess")],
     "survey/masks.py": [
         ("learn(chain, path)", "learn(parents, path)", "masks count as guesses that were wrong")],
     "hybrid/hybrid.py": [

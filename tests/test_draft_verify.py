@@ -55,8 +55,8 @@ def test_a_model_without_blocks_is_one_whose_blocks_add_nothing():
 # ------------------------------------------------------------------------------- the threshold
 
 def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monkeypatch):
-    """Chances of the draft's tokens are written down, the last one as if it had overflowed."""
-    chances, log = iter([0.9, 0.5, 0.7, 0.3, 0.9, 0.9, 0.59, math.nan]), []
+    """Chances of the draft's tokens are written down."""
+    chances, log = iter([0.9, 0.5, 0.7, 0.3, 0.9, 0.9, 0.59, 0.4]), []
     target, forward = EngineLM(tiny("llama")), EngineLM.forward
 
     def forward_by_chances(lm, ids, **how):

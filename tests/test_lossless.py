@@ -360,7 +360,7 @@ def test_a_model_serves_one_method_after_another(name):
     found = tokens_of(second, 9)
     assert found == autoregressive_text(line.text_of or model, (5, 2), len(found))
     assert target.memo.get("writer", model) is (line.text_of or model)
-    with pytest.raises(InputError, match=r"1 or more token ids, got \[\]"):
+    with pytest.raises(InputError, match=r"1 or more token ids below \d+, got \[\]"):
         next(third)
 
 
@@ -473,7 +473,7 @@ def test_trees_are_learnt_from_and_no_call_is_made_to_be_timed(name, monkeypatch
             assert more or learnt.tried[0] > TRIALS
             if name == "space":  # its masks are no guesses
                 assert sum(learnt.tried) == RANKS * TRIALS + sum(
-                    min(x["drafted"], 1 + x["accepted"]) for x in log)
+                    min(x["guessed"], 1 + x["accepted"]) for x in log)
 
 
 # ---------------------------------------------------------------------------------- a GPU
@@ -581,7 +581,7 @@ def test_a_target_that_overflows_is_refused(name):
             return super().run_model(*args) * torch.nan
     line = METHODS[name](model_of("llama"))
     target = kind_for(line.method, Broken)(model_of("llama"))
-    with pytest.raises(InputError, match="logits that are numbers, got nan or infinity"):
+    with pytest.raises(InputError, match="got nan or infinity|off by nan$"):
         tokens_of(chunks_of(line, target, PROMPT, Broken), 8)
 
 
