@@ -136,7 +136,7 @@ def pack(model: torch.nn.Module) -> torch.nn.Module:
     """
     types, alike = list_types(), defaultdict(list)
     for part in model.modules():
-        if type(part) in (Linear, PackedLinear) and part.weight.numel() >= LEAST:
+        if is_usual(part) and part.weight.numel() >= LEAST:
             if part.weight.is_cpu and part.weight.dtype in types and not part.weight.is_mkldnn:
                 alike[part.weight.shape, part.weight.dtype].append(part)
     tables = {part.weight for part in model.modules() if isinstance(part, Embedding)}
@@ -148,6 +148,16 @@ def pack(model: torch.nn.Module) -> torch.nn.Module:
             else:
                 unpack(layer)
     return model
+
+
+def is_usual(part: torch.nn.Module) -> bool:
+    """Tell whether a part is a linear layer like any other.
+
+    Quantised layers have a weight of another class, and accelerate's hooks give a layer a `forward`
+    of its own. Such layers are left as they are.
+    """
+    usual = type(part) in (Linear, PackedLinear) and "forward" not in vars(part)
+    return usual and type(part.weight) in (Parameter, Blocks) and not part.weight.is_inference()
 
 
 def is_packed(model: torch.nn.Module) -> bool:

@@ -213,6 +213,20 @@ def test_a_packed_layer_in_a_compiled_model():
         assert torch.allclose(compiled(x), layer()(x).relu(), atol=1e-5)
 
 
+class Quantised(torch.Tensor):
+    """A weight of a class of its own, as those of torchao and of quanto."""
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: setattr(x, "forward", x.forward),  # so do accelerate's hooks
+    lambda x: setattr(x, "weight", torch.nn.Parameter(x.weight.detach().as_subclass(Quantised)))])
+def test_other_layers_are_left_as_they_are(change):
+    one, x = layer(), torch.ones(2, 512)
+    change(one)
+    expected = one(x)
+    assert type(pack(one)) is Linear and torch.equal(one(x), expected)
+
+
 @pytest.mark.parametrize("lacks", ["_reorder_linear_weight", "_linear_pointwise", "x86"])
 def test_nothing_is_packed_where_oneDNN_cannot(monkeypatch, lacks):
     """As with another torch, whose operations have other names, and on ARM."""
