@@ -216,12 +216,15 @@ class CachedLM:
         self.length, self.parents, self.calls, self.places = 0, [], 0, []
 
     @torch.inference_mode()
-    def start(self, ids: list[int]) -> None:
-        """Forget the old text, and cache all of ids: a prompt without its last token, the root."""
+    def start(self, ids: list[int], kept: int = 0) -> None:
+        """Forget the old text, and cache all of ids: a prompt without its last token, the root.
+
+        kept   how many of the first ids the cache holds already, from the old text
+        """
         if len(ids) > self.max_length:
             raise InputError(f"expected a context of {self.max_length} or less, got {len(ids)}")
-        self.truncate(0)
-        for i in range(0, len(ids), self.PART):
+        self.truncate(kept)
+        for i in range(kept, len(ids), self.PART):
             # No part needs logits, which take much memory if the vocabulary is large.
             self.forward(ids[i:i + self.PART], keep=0)
             self.commit(range(len(self.parents)))

@@ -121,6 +121,7 @@ class EngineLM(RecurrentLM):
 
     features         [n, d], what the LM head read of the rows of the last call, or what `taps`
                      says. After `start`: of all tokens of the text
+    known            the features of the context's tokens, in a buffer that grows when it is full
     taps             numbers of layers, whose inputs are the features, as `start` is given them.
                      None: the features are what the LM head read
     passes           for each pass its rows, how many of them the LM head read, and its seconds
@@ -129,8 +130,6 @@ class EngineLM(RecurrentLM):
                      text keeps that model here as "writer"
     dtype            the model's type, which must stay as it is
     """
-    parts = None  # the features of each part of a text that `start` reads. None: no `start` runs
-
     def __init__(self, model, vocab: int | None = None):
         local = getattr(model.config.get_text_config(), "attention_layers", None)
         if local:  # of GPT-Neo, whose windows `windows_of` does not know
@@ -139,25 +138,41 @@ class EngineLM(RecurrentLM):
         super().__init__(model, vocab)
         self.taps, self.passes, self.setup_seconds = None, [], 0.0
         self.memo, self.dtype = {}, self.weight.dtype
+        self.known, self.fed = None, []  # fed: the features of each pass since the last commit
 
     def start(self, ids: list[int], taps: list[int] | None = None) -> None:
         """Cache a context as CachedLM does, and keep the features of all its tokens."""
         if self.model.training or self.weight.dtype != self.dtype:
             raise InputError(f"expected a model in eval mode, and still in {self.dtype}")
-        self.taps, self.parts = taps, []
-        super().start(ids)
-        self.features = torch.cat(self.parts) if self.parts else self.weight[:0]  # no token yet
-        self.parts = None
+        alike = [old == new for old, new in zip(self.text[:self.length], ids)]
+        kept = [*alike, False].index(False) if self.keeps and taps == self.taps else 0
+        if kept == 0:
+            self.taps, self.known = taps, None
+        super().start(ids, kept)
+        self.features = self.weight[:0] if self.known is None else self.known[:len(ids)]
 
     def forward(self, ids, parents: list[int] | None = None, **options) -> torch.Tensor:
+        if not self.parents:
+            self.fed = []
         began = time.perf_counter()
         logits = super().forward(ids, parents, **options)
         if logits.is_cuda:
             torch.cuda.synchronize()
         self.passes.append((len(ids), len(logits), time.perf_counter() - began))
-        if self.parts is not None:
-            self.parts.append(self.features)
+        self.fed.append(self.features)
         return logits
+
+    @torch.inference_mode()
+    def commit(self, path: list[int]) -> None:
+        first = self.length
+        super().commit(path)
+        if path:
+            rows = torch.cat(self.fed)[list(path)]
+            known = rows[:0] if self.known is None else self.known
+            if self.length > len(known):
+                known = F.pad(known, (0, 0, 0, self.length))  # as many more rows as the text has
+            known[first:self.length] = rows
+            self.known = known
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         seen = []
