@@ -35,7 +35,7 @@ def test_the_tree_of_figure_5():
 
 def test_the_full_tree():
     tree = build_tree([[1, 2], [3, 4]], 9, full=True)
-    assert tree == ([9, 1, 2, 3, 4, 3, 4], [-1, 0, 0, 1, 1, 2, 2])
+    assert tree == ([9, 1, 3, 4, 2, 3, 4], [-1, 0, 1, 1, 0, 4, 4])
     assert build_tree([], 9, full=True) == build_tree([], 9) == ([9], [-1])
 
 
