@@ -12,16 +12,16 @@ import os
 import signal
 import sys
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from cli.commands import main as run_command_line
 from cli.run import count_guesses
 from common import until
+from sources import ROOT
 from support.engine import load
 
-ROOT = Path(__file__).resolve().parent.parent
+CLOSE = dict(atol=1e-4, rtol=1e-4)  # of numbers in float32
 loaded = functools.cache(load)  # for command lines in one process: each model is read once
 
 

@@ -17,7 +17,6 @@ status is 1 if any mutant survives. Ctrl-C ends it, and removes the copy.
 """
 import argparse
 import ast
-import functools
 import importlib
 import os
 import shutil
@@ -29,7 +28,8 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from sources import ROOT, find_functions, list_files, read
+
 LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", "work")  # of the copy
 LIMIT = 3600  # seconds for the tests of a mutant: one that never ends is killed too
 
@@ -336,12 +336,6 @@ class Mutant(NamedTuple):
     source: str
 
 
-@functools.cache
-def read(file: str) -> str:
-    """Read a file of the project."""
-    return (ROOT / file).read_text(encoding="utf-8")
-
-
 def list_written() -> list[Mutant]:
     """Return the mutants of MUTANTS. Raises ValueError if a file does not have a text once."""
     found = []
@@ -356,26 +350,9 @@ def list_written() -> list[Mutant]:
 
 # ------------------------------------------------------------------------------ tests that guard
 
-@functools.cache
-def list_files(*folders: str) -> list[str]:
-    """Return the paths of the Python files of some folders."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).glob("*.py"))]
-    return [path.relative_to(ROOT).as_posix() for path in paths]
-
-
 def list_product() -> list[str]:
     """List the files that can have mistakes."""
     return list_files(".", "cli", "hybrid", "models", "results", "support", "survey", "training")
-
-
-@functools.cache
-def find_functions(file: str, keyword: str = "methods") -> list[str]:
-    """Return the functions that a file lists in its COMMAND_LINE, by default its methods."""
-    for node in ast.parse(read(file)).body:
-        if ast.unparse(node).startswith("COMMAND_LINE = "):
-            lists = {x.arg: getattr(x.value, "elts", []) for x in node.value.keywords}
-            return [x.id for x in lists.get(keyword, [])]
-    return []
 
 
 ROWS = {  # lines of the table of all methods, besides those that a file's methods name

@@ -15,7 +15,7 @@ from common import CachedLM, InputError, autoregressive
 from fake_models import path_to
 from families import FAMILIES, tiny
 from helpers import interrupting, note_calls, tokens_of
-from test_lossless import tuning_of
+from methods import tuning_of
 from trainings import PROMPTS, WORDLESS
 
 LLAMA = tiny("llama")

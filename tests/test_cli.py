@@ -38,7 +38,7 @@ from speculative import speculative
 from support.engine import EngineLM
 from support.files import PAGE, check_result
 from support.layers import move_counts
-from test_structure import FILES, functions_of
+from sources import FILES, functions_of
 from training import loop as training
 from support.settings import Settings
 

@@ -21,16 +21,15 @@ from cli.loading import load_checked
 from cli.run import Run
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids,
                     greedy, main, trie, until, walk)
-from fake_models import Zeros, path_to
+from fake_models import path_to
 from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, near, tiny
-from helpers import ROOT, interrupting, prefill, tokens_of
+from helpers import CLOSE, ROOT, interrupting, prefill, tokens_of
 from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM, check, load
 from support.released import read_head
 from survey.another_tokenizer import another_tokenizer
 
-CLOSE = dict(atol=1e-4, rtol=1e-4)
 LOOSE = dict(atol=1e-3, rtol=1e-3)  # states add up over a text, on each CPU in another order
 BOTH = pytest.mark.parametrize("run_as", [EngineLM, GraphedLM])
 ALL = [*FAMILIES, *MORE_FAMILIES, *OTHERS]

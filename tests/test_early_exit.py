@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from families import deep, rand
+from heads import attend
 from helpers import note_calls
 from support.engine import EngineLM
 from support.layers import split_layers
 from survey import layerskip
 from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import collect_states
-from test_released import attend
 from training.texts import Text
 
 PROMPT, E = [3, 1, 4, 1, 5], 2

@@ -15,11 +15,10 @@ from cli.run import kind_for
 from common import InputError, autoregressive
 from fake_cuda import FakeCuda
 from families import near, tiny
-from helpers import main, tokens_of
+from helpers import CLOSE, main, tokens_of
+from methods import tuning_of
 from speculative import report, speculative
 from support.engine import EngineLM, check
-from test_common import CLOSE
-from test_lossless import tuning_of
 
 PROMPT = [5, 9, 3, 14, 7] * 24
 

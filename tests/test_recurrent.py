@@ -11,9 +11,9 @@ from common import CachedLM, InputError, autoregressive
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
 from helpers import note_calls, tokens_of
+from methods import METHODS, chunks_of
 from support.engine import EngineLM
 from support.recurrent import KEEP, RecurrentCache, RecurrentLM, running
-from test_lossless import METHODS, chunks_of
 
 LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
 

@@ -12,7 +12,7 @@ from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
 from speculative import speculative
 from support.engine import EngineLM
-from test_structure import FILES, functions_of
+from sources import FILES, functions_of
 
 TEXT = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
 METHODS = [method for name in FILES for method in functions_of(name)[0]]
