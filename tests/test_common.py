@@ -1,5 +1,6 @@
 """These tests take common.py function by function: trees, passes, sampling, loading."""
 import collections
+import copy
 import functools
 import gc
 import math
@@ -177,7 +178,7 @@ MISTAKES = {  # command lines, and what is said of each
     "numbers, got nan or infinity .* 1e-40$": [speculative_file, *SHORT, "--temperature", "1e-40"],
     "got models/nowhere": [jacobi, *SHORT, "--target", "models/nowhere"],
     "expected a model .* device": [speculative_file, *SHORT, "--device", "nope"],
-    "room for an answer of 1 token or more, got -[0-9]+$": [
+    "room for 1 new token or more, got -[0-9]+$": [
         speculative_file, "--prompt", "apples " * 40],
     "chat_template is not set": [speculative_file, *SHORT, "--chat"],
     "unrecognized arguments: --W 3$": [jacobi, *SHORT, "--W", "3"],
@@ -190,6 +191,31 @@ def test_mistakes_on_the_small_command_line_are_named_in_one_line(small, said):
     file, *argv = MISTAKES[said]
     status, out, err = small(*argv, file=file)
     assert (status, out, err.count("\n")) == (2, "", 1) and re.search(said, err), err
+
+
+def test_the_small_command_line_holds_a_conversation(small, monkeypatch, embedded):
+    """A prompt comes after all that was said, and an empty line or Ctrl-D ends it."""
+    tokenizer = copy.deepcopy(embedded[2])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"
+    monkeypatch.setattr(common, "load", lambda *_: (embedded[0], tokenizer))
+    for end in "", EOFError():
+        lines = iter(["Tom", "and Mia", end])
+        asked = []
+
+        def read(_):
+            line = next(lines)
+            if isinstance(line, EOFError):
+                raise line
+            return line
+
+        def say(target: CachedLM, prompt, *, sample=greedy, log=None):
+            asked.append(tokenizer.decode(prompt))
+            yield tokenizer.encode("yes")
+        monkeypatch.setattr("builtins.input", read)
+        argv = ["--chat", "--max-new-tokens", str(len(tokenizer.encode("yes")))]
+        status, out, _ = small(*argv, file=SimpleNamespace(COMMAND_LINE={"methods": [say]}))
+        assert (status, out) == (0, "yesyes")
+        assert asked == ["uTom|", "uTom|ayes|uand Mia|"]
 
 
 def test_the_small_command_line_stops(small, monkeypatch):

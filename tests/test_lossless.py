@@ -429,3 +429,38 @@ def test_a_rule_of_a_paper_leaves_the_targets_law(name, monkeypatch):
         found[tuple(text)] += chance * rest_law.view([V] * (3 - len(text)))
     assert len(lengths) > 1  # some rounds accepted guesses and others did not
     torch.testing.assert_close(found.flatten(), true_law((*prompt,), 3).double(), atol=1e-5, rtol=0)
+
+
+# --------------------------------------------------------------------------------- a second turn
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_second_turn_costs_what_is_new(name):
+    """A model that keeps its old text reads only what a longer text adds, four tokens here."""
+    for family in {"llama", "qwen3.5"} - {*REFUSED.get(name, [])}:
+        model = model_of(family)
+        line = METHODS[name](model)
+        target = kind_for(line.method, EngineLM)(model)
+        target.keeps = True
+        prompt = PROMPT + tokens_of(chunks_of(line, target, PROMPT), 12) + [5, 9, 2, 6]
+        target.passes.clear()
+        text = tokens_of(chunks_of(line, target, prompt), 12)
+        assert text == autoregressive_text(line.text_of or model, tuple(prompt), 12)
+        read = sum(rows for rows, read, _ in target.passes if not read)
+        if line.method.__module__ not in ("bita", "survey.masks"):  # which feed embeddings
+            assert read <= 4 or line.method.__name__ in ("early_exit", "layerskip")  # layers apart
+
+
+@pytest.mark.parametrize("taps", [None, [0, 2]])
+def test_kept_features_are_those_of_a_text_that_is_read_anew(taps):
+    model = model_of("llama")
+    kept, anew = EngineLM(model), EngineLM(model)
+    kept.keeps = True
+    kept.start([3, 1, 4], [1])
+    kept.start([3, 1, 4], taps)  # the features of other taps do not count
+    kept.forward([1, 5, 9, 2, 6], [-1, 0, 0, 2, 2])
+    kept.commit([0, 2, 4])
+    for text in [3, 1, 4, 1, 9, 6, 5, 3], [3, 1, 4, 1], [2, 7, 1]:
+        kept.start(text, taps)
+        anew.start(text, taps)
+        torch.testing.assert_close(kept.features, anew.features)
+        assert kept.length == anew.length == len(text)
