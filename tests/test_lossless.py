@@ -353,15 +353,15 @@ def test_a_draft_model_that_overflows(name):
     check_broken(METHODS[name](model_of("llama")), Broken)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", METHODS | LOSSY)
 def test_a_target_that_overflows_is_refused(name):
     """So is a model that writes in the target's place."""
     class Broken(EngineLM):
         def run_model(self, *args):
             return super().run_model(*args) * torch.nan
-    line = METHODS[name](model_of("llama"))
+    line = (METHODS | LOSSY)[name](model_of("llama"))
     target = kind_for(line.method, Broken)(model_of("llama"))
-    with pytest.raises(InputError, match="got nan or infinity|off by nan$"):
+    with pytest.raises(InputError, match="got nan|off by nan$"):
         tokens_of(chunks_of(line, target, PROMPT, Broken), 8)
 
 
