@@ -135,7 +135,7 @@ class Eagle3Layer(Part):
             lm.model.norm, lm.lm_head.norm = lm.lm_head.norm, lm.model.norm
         self.norms = torch.nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps)
                                          for width in widths if form.fc_norm)
-        rows = plain(model.get_output_embeddings().weight.detach())
+        rows = plain(model.get_output_embeddings().weight).detach()
         if rows.shape[1] == self.h:
             lm.lm_head.weight.data.copy_(rows[self.vocab])
         model.requires_grad_(False)

@@ -245,7 +245,12 @@ MUTANTS = {
     "support/packed.py": [
         ("if torch.is_grad_enabled() or", "if", "no gradient flows through packed layers"),
         ("1 << (rows.bit_length() - 3)", "1", "oneDNN keeps memory for each length of a text"),
-        ("weight if weight in tables else None", "None", "copies of packed models are not tied"),
+        ("if weight in tables:", "if False:", "copies of packed models are not tied"),
+        ("not in READS", "in ()", "writes to blocks pass"),
+        ("return self.detach()", "return Parameter.data.__get__(self)",
+         "a head does not notice what is written to `data` of its embeddings"),
+        ("self.replaced += 1", "pass", "nor that their `data` is replaced"),
+        ("if part.weight not in made:", "if True:", "a weight that layers shared becomes two"),
         ("(x, blocks, bias,", "(x, blocks, None,", "packed layers lose their bias")],
     "support/parts.py": [
         ("if found != kind:", "if not found:", "a file of another kind passes"),
