@@ -13,7 +13,7 @@ loops. Packing puts the numbers of a weight into such blocks, once.
 The blocks take the place of the weight, so no memory is needed twice. An LM head whose numbers are
 the embeddings too is an exception, since embeddings cannot be looked up in blocks. A write to a
 packed weight fails. After a write to the embeddings the head reads these, and its blocks are gone.
-What PyTorch does not count is not noticed: a write by NumPy, a fused optimizer or through a pointer.
+What PyTorch does not count is not noticed: a write by NumPy, by a fused optimizer or to an address.
 The tensors of a packed model's `state_dict` are copies.
 
 This is about speed alone. The products are the same, up to rounding. Weights on a GPU are not

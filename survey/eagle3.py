@@ -39,8 +39,9 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
 from common import Sampler, greedy
-from support.engine import MODELS, EngineLM, check
+from support.engine import MODELS, EngineLM
 from support.layers import choose_taps, make_config, read_taps, tap_widths
+from support.loading import check
 from support.packed import plain
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, read_eagle3

@@ -19,7 +19,7 @@ import torch
 from cli.commands import main as run_command_line
 from cli.run import count_guesses
 from common import until
-from support.engine import load
+from support.loading import load
 
 ROOT = Path(__file__).resolve().parent.parent
 loaded = functools.cache(load)  # for command lines in one process: each model is read once

@@ -53,7 +53,6 @@ MUTANTS = {
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
          "a draft remembers the smallest of its targets")],
     "support/engine.py": [
-        ('"lora_" in name or ', "", "LoRA beside the weights is dropped"),
         ("self.parts = taps, []", "self.parts = taps or self.taps, []",
          "a method reads the features of an earlier one"),
         ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
@@ -298,11 +297,12 @@ MUTANTS = {
         ("if isinstance(value, list):", "if False:", "calls of tools may be left out"),
         ("if len(messages) < 2 or messages", "if messages", "an answer to nothing is learnt"),
         ("ended, len(answer) + 1", "ended, len(answer)", "an answer that is learnt does not end")],
-    "cli/graphs.py": [
+    "support/graphs.py": [
         ("features[:n].clone()", "features[:n]", "the next replay overwrites the features"),
         ("value=-torch.inf) for x in masks", "value=0.0) for x in masks", "unseen slots are seen"),
         ("name = self.cache.slots, ", "name = 0, ", "graphs of old buffers are replayed")],
-    "cli/loading.py": [
+    "support/loading.py": [
+        ('"lora_" in name or ', "", "LoRA beside the weights is dropped"),
         ('if (folder / "adapter_config.json").exists():', "if False:",
          "an adapter is loaded without its base")],
     "cli/main.py": [

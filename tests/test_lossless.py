@@ -19,7 +19,7 @@ like. The tests take each line through these columns, on a CPU or, with
     no caches            guesses and acceptances are those of models without a cache (naive.py),
                          where guesses are often accepted. And nothing stale is left of earlier
                          rounds: a method that begins anew with the text so far guesses the same
-    passes of few shapes give the same text (cli/graphs.py)
+    passes of few shapes give the same text (support/graphs.py)
     a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
                          (fake_cuda.py), and the real one where there is one
     perfect drafts       are accepted whole: a guess that is right is never lost
@@ -43,23 +43,23 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import bita
-import cllm
-import families
-import jacobi
-import mjsd
-import ouroboros
-import speculative
-from cli.graphs import GraphedLM
 from cli.run import kind_for
+import cllm
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_cuda import FakeCuda
+import families
 from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, SMALL, rand, tiny
 from helpers import take, tokens_of
 from hybrid import hybrid
+import jacobi
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
+import mjsd
 from mutants import find_functions, list_files
 from naive import KnowingLM, NaiveLM
+import ouroboros
+import speculative
 from support.engine import EngineLM
+from support.graphs import GraphedLM
 from support.layers import make_config
 from support.released import describe_dflash, some_weights
 from support.trees import RANKS, TRIALS, Acceptance

@@ -14,8 +14,9 @@ from families import FAMILIES, MORE_FAMILIES, OTHERS, near, tiny
 from helpers import tokens_of
 from speculative import speculative
 from support import packed
-from support.engine import EngineLM, check
+from support.engine import EngineLM
 from support.layers import share_weights, take_layers
+from support.loading import check
 from support.packed import Blocks, PackedLinear, list_types, pack, plain, unpack
 from support.parts import match_type
 from support.released import some_weights
@@ -152,7 +153,8 @@ WRITES = {
     "turned": lambda weight: weight.t().mul_(2), "flat": lambda weight: weight.flatten().mul_(2),
     "a row": lambda weight: weight.__setitem__(3, 1.0), "rows": lambda weight: weight[:7].mul_(2),
     "detached": lambda weight: weight.detach().mul_(2), "init": torch.nn.init.ones_,
-    "data": lambda weight: weight.data.mul_(2), "data of rows": lambda weight: weight.data[:7].mul_(2),
+    "data": lambda weight: weight.data.mul_(2),
+    "data of rows": lambda weight: weight.data[:7].mul_(2),
     "kept data": keep_data, "zero data": lambda weight: weight.data.zero_(),
     "copy": lambda weight: weight.data.copy_(torch.ones(520, 512)),
     "set": lambda weight: weight.data.set_(torch.ones(520, 512)),

@@ -22,8 +22,8 @@ from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 960, "models": 930, "results": 370, "tests": 8030,
-          "hybrid support survey training": 4520}  # lines of code; prose has no limit
+LIMITS = {"root": 1160, "cli": 858, "models": 930, "results": 370, "tests": 8056,
+          "hybrid support survey training": 4620}  # lines of code; prose has no limit
 
 
 
@@ -193,7 +193,7 @@ def test_a_decoding_imports_little():
     methods, and imports seven files beside common.py."""
     assert len(needs("hybrid.hybrid")) <= 7
     files = copied_with("cli.main") | copied_with("cli.trajectory")
-    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1400
+    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1430
 
 
 # -------------------------------------------------------------------------------- short, narrow
