@@ -18,13 +18,14 @@ from unittest.mock import patch
 from transformers.utils import chat_template_utils
 
 from cli.files import read_lines, read_prompts
-from cli.loading import encode_prompts, load_checked
+from cli.loading import encode_prompts
 from cli.main import Table, perform, run_script
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
                          read_ranges, select_options)
 from common import eos_ids, until
 from support.engine import require
 from support.files import check_result, explain_errors
+from support.loading import load_checked
 from support.settings import Pair, Settings, use_settings
 
 # The date that chat templates write into what a command learns from. With the date of the day a

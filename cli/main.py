@@ -27,16 +27,17 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.files import read_prompts
-from cli.graphs import GraphedLM
-from cli.loading import encode_prompts, load_checked
+from cli.loading import encode_prompts
 from cli.options import MODELS, make_sampler, parse_decoding, read_options, select_options
-from cli.run import Run, count_guesses, kind_for
+from cli.run import Run, count_guesses, doubt_head, kind_for
 from cli.text import MOST, prepare_streams, read_input, stream
 from cli.trace import make_page, watch
 from cli.trajectory import show_trajectory
 from common import InputError, autoregressive, context_length, eos_ids
-from support.engine import EngineLM, check, doubt_head, require, vocab_size
+from support.engine import EngineLM, require, vocab_size
 from support.files import check_result, shorten, write_text
+from support.graphs import GraphedLM
+from support.loading import check, load_checked
 from support.packed import pack
 from support.recurrent import has_states
 

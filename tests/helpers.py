@@ -19,7 +19,7 @@ from cli.commands import main as run_command_line
 from cli.run import count_guesses
 from common import until
 from sources import ROOT
-from support.engine import load
+from support.loading import load
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)  # of numbers in float32
 loaded = functools.cache(load)  # for command lines in one process: each model is read once

@@ -53,7 +53,6 @@ MUTANTS = {
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
          "a draft remembers the smallest of its targets")],
     "support/engine.py": [
-        ('"lora_" in name or ', "", "LoRA beside the weights is dropped"),
         ("self.taps, self.known = taps, None", "self.taps, self.known = taps or self.taps, None",
          "a method reads the features of an earlier one"),
         ("known[first:self.length] = rows", "known[:len(rows)] = rows",
@@ -247,7 +246,12 @@ MUTANTS = {
     "support/packed.py": [
         ("if torch.is_grad_enabled() or", "if", "no gradient flows through packed layers"),
         ("1 << (rows.bit_length() - 3)", "1", "oneDNN keeps memory for each length of a text"),
-        ("weight if weight in tables else None", "None", "copies of packed models are not tied"),
+        ("if weight in tables:", "if False:", "copies of packed models are not tied"),
+        ("not in READS", "in ()", "writes to blocks pass"),
+        ("return self.detach()", "return Parameter.data.__get__(self)",
+         "a head does not notice what is written to `data` of its embeddings"),
+        ("self.replaced += 1", "pass", "nor that their `data` is replaced"),
+        ("if part.weight not in made:", "if True:", "a weight that layers shared becomes two"),
         ("(x, blocks, bias,", "(x, blocks, None,", "packed layers lose their bias")],
     "support/parts.py": [
         ("if found != kind:", "if not found:", "a file of another kind passes"),
@@ -295,11 +299,12 @@ MUTANTS = {
         ("if isinstance(value, list):", "if False:", "calls of tools may be left out"),
         ("if len(messages) < 2 or messages", "if messages", "an answer to nothing is learnt"),
         ("ended, len(answer) + 1", "ended, len(answer)", "an answer that is learnt does not end")],
-    "cli/graphs.py": [
+    "support/graphs.py": [
         ("features[:n].clone()", "features[:n]", "the next replay overwrites the features"),
         ("value=-torch.inf) for x in masks", "value=0.0) for x in masks", "unseen slots are seen"),
         ("name = self.cache.slots, ", "name = 0, ", "graphs of old buffers are replayed")],
-    "cli/loading.py": [
+    "support/loading.py": [
+        ('"lora_" in name or ', "", "LoRA beside the weights is dropped"),
         ('if (folder / "adapter_config.json").exists():', "if False:",
          "an adapter is loaded without its base")],
     "cli/main.py": [

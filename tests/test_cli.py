@@ -22,7 +22,6 @@ from huggingface_hub import utils as hub
 from transformers.utils import logging
 
 from cli.files import read_prompts
-from cli.graphs import GraphedLM
 from cli.main import explain_slowdown, run_script
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.run import Run
@@ -37,10 +36,11 @@ from ouroboros import ouroboros
 from speculative import speculative
 from support.engine import EngineLM
 from support.files import PAGE, check_result
+from support.graphs import GraphedLM
 from support.layers import move_counts
 from sources import FILES, functions_of
-from training import loop as training
 from support.settings import Settings
+from training import loop as training
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -50,7 +50,7 @@ ONE, TWO = ["--prompt", SHORT], ["--prompt", SHORT, "--prompt", PROMPT]
 
 @pytest.fixture(autouse=True)
 def load_once(monkeypatch):
-    monkeypatch.setattr("cli.loading.load", loaded)
+    monkeypatch.setattr("support.loading.load", loaded)
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_memory_that_is_used_up(ask, monkeypatch):
     """It is said in one line."""
     def full(*_, **__):
         raise RuntimeError("can't allocate memory:\nyou tried 9 GiB")
-    monkeypatch.setattr("cli.loading.load", full)
+    monkeypatch.setattr("support.loading.load", full)
     assert "9 GiB" in refusal(ask(*ONE))
 
 

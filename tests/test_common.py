@@ -17,8 +17,6 @@ from transformers.generation.logits_process import (MinPLogitsWarper, Temperatur
 import common
 import jacobi
 import speculative as speculative_file
-from cli.graphs import GraphedLM
-from cli.loading import load_checked
 from cli.run import Run
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids,
                     greedy, main, trie, until, walk)
@@ -27,7 +25,9 @@ from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, n
 from helpers import CLOSE, ROOT, interrupting, prefill, tokens_of
 from laws import chi_square_ok
 from speculative import speculative
-from support.engine import EngineLM, check, load
+from support.engine import EngineLM
+from support.graphs import GraphedLM
+from support.loading import check, load, load_checked
 from support.released import read_head
 from survey.another_tokenizer import another_tokenizer
 

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from cli.commands import encode_data, encode_pair
-from cli.loading import encode_prompts, load_checked
+from cli.loading import encode_prompts
 import common
 from common import InputError
 from families import tiny
 from helpers import ROOT, fork, script
-from support.engine import list_lost, load, vocab_size
+from support.engine import vocab_size
+from support.loading import list_lost, load, load_checked
 
 
 @pytest.fixture

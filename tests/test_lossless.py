@@ -18,7 +18,7 @@ tests take each line through these columns, on a CPU or, with
     no caches            guesses and acceptances are those of models without a cache (naive.py),
                          where guesses are often accepted. And nothing stale is left of earlier
                          rounds: a method that begins anew with the text so far guesses the same
-    passes of few shapes give the same text (cli/graphs.py)
+    passes of few shapes give the same text (support/graphs.py)
     a GPU                writes the CPU's text, and so do its captured graphs: a simulated GPU
                          (fake_cuda.py), and the real one where there is one
     perfect drafts       are accepted whole: a guess that is right is never lost
@@ -42,7 +42,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import bita
 import families
-from cli.graphs import GraphedLM
 from cli.run import kind_for
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_cuda import FakeCuda
@@ -54,6 +53,7 @@ from methods import (END, LOSSY, METHODS, PROMPT, Line, autoregressive_text, chu
 from naive import KnowingLM, NaiveLM
 from sources import find_functions, list_files
 from support.engine import EngineLM
+from support.graphs import GraphedLM
 from support.trees import RANKS, TRIALS, Acceptance
 from survey import (dflash, draft_verify, eagle, eagle3, early_exit, lossy, medusa, mtp, online,
                     sequoia, triforce)

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from cli.run import doubt_head
 from common import InputError, autoregressive
 from heads import attend, check_refused, draw, norm, write
 from helpers import tokens_of
-from support.engine import EngineLM, doubt_head
+from support.engine import EngineLM
 from support.released import is_head, read_files, some_weights
 from support.trees import best_tree
 from survey import eagle, eagle3, medusa

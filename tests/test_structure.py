@@ -22,8 +22,8 @@ from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 960, "models": 930, "results": 370, "tests": 7980,
-          "hybrid support survey training": 4520}  # lines of code; prose has no limit
+LIMITS = {"root": 1160, "cli": 858, "models": 930, "results": 370, "tests": 8056,
+          "hybrid support survey training": 4640}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
 
@@ -154,7 +154,7 @@ def test_a_decoding_imports_little():
     methods, and imports seven files beside common.py."""
     assert len(needs("hybrid.hybrid")) <= 7
     files = copied_with("cli.main") | copied_with("cli.trajectory")
-    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1420
+    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1450
 
 
 # -------------------------------------------------------------------------------- short, narrow

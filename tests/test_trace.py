@@ -40,7 +40,7 @@ def checked(run: dict) -> list[int]:
 @pytest.mark.parametrize("method", METHODS, ids=[method.__name__ for method in METHODS])
 def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embedded):
     """The page shows the method and, with --compare, token by token too."""
-    monkeypatch.setattr("cli.loading.load", loaded)
+    monkeypatch.setattr("support.loading.load", loaded)
     page, given = tmp_path / "x.html", OWN.get(method.__name__, [])
     argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "6", *given]
     assert main([method], lambda run: "", argv, lossy=[method]) == 0
