@@ -1,4 +1,4 @@
-"""Tells which file of a model is at fault when loading fails, and runs chat templates.
+"""Tells which file of a model is at fault when loading fails.
 
 `load` of support/engine.py says what transformers says. Here a directory that could not be loaded
 is looked at, so that its user learns which file is wrong and what to do about it."""
@@ -11,7 +11,6 @@ from common import InputError
 from support.engine import load
 from support.files import ask_hub, check_file, explain_errors
 
-# --------------------------------------------------------------------------------- the files
 
 def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
     """Load a model and its tokenizer, and say in one line which file is wrong where one is.
@@ -40,33 +39,3 @@ def load_checked(path: str, device: str | None, dtype: str | None) -> tuple:
         print(f"{path} on {model.device} in {str(model.dtype).removeprefix('torch.')}",
               file=sys.stderr)
     return model, tokenizer
-
-
-# ------------------------------------------------------------------------------- the prompts
-
-def encode_prompts(model, tokenizer, texts: list[str], chat: dict | None) -> list[list[int]]:
-    """Turn prompts into token ids that a model has embeddings for.
-
-    texts    the prompts
-    chat     settings of the model's chat template, into which each is put. None: into no template
-    returns  token ids, a list for each prompt. InputError for a prompt that cannot be used
-    """
-    rows = len(model.get_input_embeddings().weight)
-    found = []
-    for text in texts:
-        text.encode()  # UnicodeError for halves of characters, which no tokenizer takes
-        ids = tokenizer.encode(text)  # with the special tokens that the tokenizer adds
-        if set(ids) <= set(tokenizer.all_special_ids):
-            raise InputError(f"expected a prompt with some text, got {text[:300]!r}")
-        if chat is not None:
-            with explain_errors("a chat template that takes a prompt, as --chat needs one",
-                                tokenizer.name_or_path):  # a program of somebody else's
-                text = tokenizer.apply_chat_template([{"role": "user", "content": text}], **chat,
-                                                     tokenize=False, add_generation_prompt=True)
-            ids = tokenizer.encode(text, add_special_tokens=False)
-        if max(ids) >= rows:
-            token = tokenizer.convert_ids_to_tokens(max(ids))
-            raise InputError(f"expected tokens that the model has embeddings for, {rows} of them, "
-                             f"got {token!r} with id {max(ids)}")
-        found.append(ids)
-    return found

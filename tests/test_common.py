@@ -17,7 +17,6 @@ import common
 import jacobi
 import speculative as speculative_file
 from cli.graphs import GraphedLM
-from cli.loading import load_checked
 from cli.run import Run
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids,
                     greedy, main, trie, until, walk)
@@ -27,7 +26,6 @@ from helpers import ROOT, interrupting, prefill, tokens_of
 from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM, check, load
-from support.released import read_head
 from survey.another_tokenizer import another_tokenizer
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
@@ -474,26 +472,3 @@ def test_load_in_a_type(dtype):
     assert model.config._attn_implementation == "grouped"
     lm, ids = CachedLM(model), tokenizer("Mia has 3 apples and 4 pears.")["input_ids"]
     assert prefill(lm, ids).dtype == wanted and {b.dtype for b in buffers_of(lm)} == {wanted}
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
-    """It is asked for seconds, not for a minute, and only where nothing of the model or of the
-    released head lies here."""
-    asked = []
-
-    def ask(self, url, timeout):
-        asked.append(timeout)
-        raise OSError("no\n network")
-
-    def read(path, **_):
-        raise OSError("not here")
-    monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
-    monkeypatch.setattr("support.engine.AutoTokenizer.from_pretrained", read)
-    for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
-        with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
-            act()
-    monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
-    for path in "nope/model", str(ROOT / "models/target"):
-        with pytest.raises(InputError, match="not here$"):
-            load_checked(path, None, None)
-    assert len(asked) == 2 and max(asked) < 10
