@@ -5,8 +5,8 @@ main.py        loads models, decodes, prints, compares and tunes, as a command l
 commands.py    trains, collects and measures, for files that have such commands
 options.py     makes options of a method's keyword arguments, and --help of its docstring
 run.py         runs one method on prompts, counts its tokens, calls and seconds, and doubts heads
-loading.py     turns prompts into tokens, and fills chat templates
-text.py        sets encodings, shortens messages, and prints tokens as text while they come
+prompts.py     reads prompts, also with answers, and makes token ids of them
+text.py        shortens messages, and prints tokens as text while they come
 trace.py       records every call for --trace; trace.html shows them
 trajectory.py  draws a Jacobi decoding for --show
 """

@@ -38,11 +38,10 @@ ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
 from cli.__main__ import list_files  # noqa: E402  (the path is set above)
-from cli.files import read_rows  # noqa: E402
-from cli.loading import encode_prompts  # noqa: E402
 from cli.main import Table, run_script  # noqa: E402
 from cli.options import (MODELS, make_sampler, parse_decoding, read_options,  # noqa: E402
                          select_options)
+from cli.prompts import encode_prompts, read_rows  # noqa: E402
 from cli.run import Run, kind_for  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, autoregressive, context_length, eos_ids  # noqa: E402

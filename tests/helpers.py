@@ -16,6 +16,7 @@ from multiprocessing import get_context
 import torch
 
 from cli.commands import main as run_command_line
+from cli.main import run_script
 from cli.run import count_guesses
 from common import until
 from sources import ROOT
@@ -54,7 +55,8 @@ def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
     """Run the command line of cli/, even if argparse ends the process, and return the exit
     status."""
     try:
-        return run_command_line(argv, methods=methods, report=report, **table)
+        return run_script(
+            lambda: run_command_line(argv, methods=methods, report=report, **table))
     except SystemExit as end:
         return end.code
 

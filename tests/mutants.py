@@ -295,10 +295,6 @@ MUTANTS = {
         ('== (split == "test")', 'or split != "test"', "held-out templates are shown in training"),
         ('if "ORDER BY" not in query:', "if True:", "the order of rows never counts"),
         ("subprocess.TimeoutExpired:", "KeyError:", "a function that runs for ever is an error")],
-    "cli/commands.py": [
-        ("if isinstance(value, list):", "if False:", "calls of tools may be left out"),
-        ("if len(messages) < 2 or messages", "if messages", "an answer to nothing is learnt"),
-        ("ended, len(answer) + 1", "ended, len(answer)", "an answer that is learnt does not end")],
     "support/graphs.py": [
         ("features[:n].clone()", "features[:n]", "the next replay overwrites the features"),
         ("value=-torch.inf) for x in masks", "value=0.0) for x in masks", "unseen slots are seen"),
@@ -316,6 +312,10 @@ MUTANTS = {
         ("args and name not in", "args and name in", "an option of another method is ignored"),
         ("args.min_p, args.seed,", "args.min_p, 0,", "--seed is ignored"),
         ("name in args}", "name in args and vars(args)[name]}", "an option of 0 is forgotten")],
+    "cli/prompts.py": [
+        ("if isinstance(value, list):", "if False:", "calls of tools may be left out"),
+        ("if len(messages) < 2 or messages", "if messages", "an answer to nothing is learnt"),
+        ("ended, len(answer) + 1", "ended, len(answer)", "an answer that is learnt does not end")],
     "cli/run.py": [
         ("until(chunks, limit, self.eos)", "until(chunks, limit, ())", "EOS is ignored"),
         ("perf_counter() - self.setup", "perf_counter()", "set-up counts as decoding")],

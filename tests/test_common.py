@@ -27,8 +27,7 @@ from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM
 from support.graphs import GraphedLM
-from support.loading import check, load, load_checked
-from support.released import read_head
+from support.loading import check, load
 from survey.another_tokenizer import another_tokenizer
 
 LOOSE = dict(atol=1e-3, rtol=1e-3)  # states add up over a text, on each CPU in another order
@@ -499,26 +498,3 @@ def test_load_in_a_type(dtype):
     assert model.config._attn_implementation == "grouped"
     lm, ids = CachedLM(model), tokenizer("Mia has 3 apples and 4 pears.")["input_ids"]
     assert prefill(lm, ids).dtype == wanted and {b.dtype for b in buffers_of(lm)} == {wanted}
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
-    """It is asked for seconds, not for a minute, and only where nothing of the model or of the
-    released head lies here."""
-    asked = []
-
-    def ask(self, url, timeout):
-        asked.append(timeout)
-        raise OSError("no\n network")
-
-    def read(path, **_):
-        raise OSError("not here")
-    monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
-    monkeypatch.setattr("support.engine.AutoTokenizer.from_pretrained", read)
-    for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
-        with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
-            act()
-    monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
-    for path in "nope/model", str(ROOT / "models/target"):
-        with pytest.raises(InputError, match="not here$"):
-            load_checked(path, None, None)
-    assert len(asked) == 2 and max(asked) < 10
