@@ -47,7 +47,7 @@ MUTANTS = {
          "top_p is given three dimensions, of which it makes nan"),
         ("not rows.amax(-1).isfinite().all()", "False", "logits that are nan choose a token"),
         ("(positions[n - keep:] + 1)", "positions[n - keep:]", "a place is one too small"),
-        ("hash((self.seed, place))", "hash(self.seed)", "all places share their numbers"),
+        ("hash((seed, place))", "hash(seed)", "all places share their numbers"),
         ("torch.rand(V, dtype=torch.float64, generator", "torch.rand(V, generator",
          "numbers of float32, by which no token is rare"),
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",

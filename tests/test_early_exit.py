@@ -1,5 +1,5 @@
-"""Kangaroo's exit: its equations, where a draft ends, and its loss. The loop
-is LayerSkip's (test_layerskip.py), and the text is the model's own (test_lossless.py)."""
+"""Kangaroo's exit: its equations, where a draft ends, and its loss. The loop is LayerSkip's
+(test_layerskip.py), and the text is the model's own (test_lossless.py)."""
 import random
 
 import pytest
@@ -28,9 +28,9 @@ def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
     ("llama", 0.0, {3}), ("llama", 0.25, {1, 2, 3}), ("gemma3", 0.0, {3})])
 @torch.no_grad()
 def test_rounds_are_those_of_the_equations(family, threshold, drafts, monkeypatch):
-    """The adapter sees the whole text, also in the place of a layer with a window of nine tokens. That
-    the caches are those of the text is in test_lossless.py: a method that begins anew guesses alike.
-    """
+    """The adapter sees the whole text, also in the place of a layer with a window of nine tokens.
+    That the caches are those of the text is in test_lossless.py, where a method that begins anew
+    guesses alike."""
     model, judged = deep(family, vocab_size=8), note_calls(monkeypatch, layerskip, "verify")
     network = rand(Exit(model, E), scale=0.3)
     target, text, log = EngineLM(model), PROMPT, []
