@@ -10,9 +10,10 @@ from families import deep, rand
 from heads import attend
 from helpers import note_calls
 from support.engine import EngineLM
+from support.layers import view
 from survey import layerskip
 from survey.early_exit import Exit, early_exit, exit_loss, fit
-from survey.layerskip import collect_states
+from training.loop import read_texts
 from training.texts import Text
 
 PROMPT, E = [3, 1, 4, 1, 5], 2
@@ -73,11 +74,13 @@ def test_the_loss_is_the_cross_entropy_with_the_model_and_reaches_the_exit_alone
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_figure_of_held_out_answers_counts_all_their_tokens(capsys):
+def test_the_figure_of_held_out_answers_counts_all_their_tokens(tmp_path, capsys):
     model, rng = deep("llama"), random.Random(0)
     data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(100)]) for _ in range(6)]
     network = Exit(model, 1)
-    fit(model, network, data[:1], data, steps=1, batch=1, lr=1e-9)
-    early, last = (torch.cat(collect_states(model, data, layers)).float() for layers in (1, 4))
+    fit(model, network, data[:1], data, out=tmp_path / "exit", work=tmp_path, steps=1, batch=1,
+        lr=1e-9)
+    texts = [prompt + answer[:-1] for prompt, answer in data]
+    early, last = (torch.cat(read_texts(view(model, 0, n), texts)).float() for n in (1, 4))
     right = model.lm_head(model.model.norm(early)).argmax(-1) == model.lm_head(last).argmax(-1)
     assert f"held-out guesses right {right.float().mean().item():.3f}\n" in capsys.readouterr().out
