@@ -229,7 +229,8 @@ def compare(session: Session, run: Run) -> int:
     found = run.find_difference(ar) if exact else "outputs may differ"
     rounds = session.models["target"].dtype.itemsize < 4 and not session.args.invariant
     if exact and found and rounds:
-        found += ", as calls round otherwise; with --invariant they round alike"
+        found += ("\ncalls of more rows round otherwise in half precision; with --invariant all "
+                  "calls round alike")
     print(f"{figures}\nspeed-up {speed_up:.2f}x; "
           f"{found or 'output equals autoregressive output'}", file=sys.stderr)
     return int(exact and found != "" and not rounds)

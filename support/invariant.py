@@ -70,14 +70,14 @@ def invariant_attention(module, query, key, value, attention_mask, scaling=None,
     if mask is None:
         mask = torch.ones(1, 1, n, slots, device=query.device).tril(slots - n) > 0
     mask = mask if mask.dtype == torch.bool else mask == 0
-    keys, values = key.double().transpose(2, 3), value.double()
+    queries, keys, values = (x.double() for x in (query, key, value))
     parts, rows = [], max(1, MOST // (B * heads * slots))
-    for q, seen in zip(query.split(rows, 2), mask[..., :slots].split(rows, 2)):
-        scores = multiply(q.double(), keys) * (d ** -0.5 if scaling is None else scaling)
+    for q, seen in zip(queries.split(rows, 2), mask[..., :slots].split(rows, 2)):
+        scores = multiply(q, keys.mT) * (d ** -0.5 if scaling is None else scaling)
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
         # With -inf a row of padding, which sees no slot, would become nan.
-        scores = scores.masked_fill(~seen, -1e300)
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
         if s_aux is not None:
             sinks = s_aux.double().view(1, -1, 1, 1).expand(B, -1, scores.shape[2], 1)
             scores = torch.cat([scores, sinks], -1)
@@ -90,12 +90,18 @@ AttentionMaskInterface.register("invariant", AttentionMaskInterface()["sdpa"])
 
 
 # ----------------------------------------------------------------------------------- other layers
-def run_rows(part, sizes: dict, x: torch.Tensor) -> torch.Tensor:
-    """Run a layer on rows x [..., d], in calls whose numbers of rows all have the same bits.
+class Sizes(dict):
+    """For numbers of rows that were met before, the number of rows that calls have.
 
-    sizes   for numbers of rows that were met before, how many rows a call has. Layers of one kind
-            share it
+    Layers of one kind share it. A copy of the model tries anew: its weights are not packed.
     """
+
+    def __deepcopy__(self, memo: dict) -> "Sizes":
+        return memo.setdefault(id(self), Sizes())
+
+
+def run_rows(part, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
+    """Run a layer on rows x [..., d], in calls whose numbers of rows all have the same bits."""
     rows = x.reshape(-1, x.shape[-1])
     n = len(rows)
     if n == 0:  # the LM head reads none in a pass over a prompt
@@ -159,7 +165,7 @@ def narrow(model, args: tuple, output):
 def change_layer(part: torch.nn.Module, alike: dict) -> None:
     """Replace the `forward` of a layer whose rows would depend on each other.
 
-    alike   for each kind of layer the `sizes` that its layers share
+    alike   for each kind of layer its Sizes
     """
     kind, inner = type(part), dict(part.named_children())
     weight = getattr(part, "weight", None)
@@ -167,7 +173,7 @@ def change_layer(part: torch.nn.Module, alike: dict) -> None:
         part.forward = partial(run_alone, part)
     elif isinstance(part, (torch.nn.Linear, Conv1D)) or "Norm" in kind.__name__ and not inner:
         shape = getattr(weight, "shape", None), getattr(weight, "is_mkldnn", False)
-        part.forward = partial(run_rows, part, alike.setdefault((kind, shape), {}))
+        part.forward = partial(run_rows, part, alike.setdefault((kind, shape), Sizes()))
     elif "Rotary" in kind.__name__:
         part.forward = partial(run_positions, part)
     elif kind in ACTIVATIONS:
@@ -211,6 +217,7 @@ def prove(model, run_as: type[CachedLM]) -> None:
     """
     lm = run_as(model)
     for length, n in TREES:
+        length = min(length, lm.max_length - n.bit_length())  # which is how deep the tree is
         ids = [(i * i + 5 * i) % lm.vocab for i in range(length + n)]
         context, nodes = ids[:length], ids[length:]
         parents = [(node + 1) // 2 - 1 for node in range(n)]  # two children for each node
