@@ -29,6 +29,51 @@ TYPES = [torch.bfloat16, torch.float16, torch.float32]
 PROMPT = [3, 1, 4, 1, 5]
 
 
+# ------------------------------------------------------------------------- layers one by one
+
+def test_an_activation_does_not_depend_on_a_numbers_place():
+    """Of 7 numbers a CPU computes some outside vectors, and of 64 rows of them others."""
+    layer, x = SiLU(), torch.randn(500, 7, generator=torch.manual_seed(0))
+    alone = [run_double(layer, row) for row in x[:, None]]
+    assert torch.equal(run_double(layer, x), torch.cat(alone))
+
+
+def test_angles_do_not_depend_on_a_positions_place():
+    config = FAMILIES["llama"]
+    layer, x = LlamaRotaryEmbedding(type(config)(**SHAPE | dict(head_dim=2))), torch.zeros(1)
+    places = torch.arange(100, 200)[None]
+    alone = [run_positions(layer, x, place[None, None]) for place in places[0]]
+    for whole, some in zip(run_positions(layer, x, places), zip(*alone)):
+        assert torch.equal(whole, torch.cat(some, 1))
+
+
+def test_a_model_whose_rows_depend_on_others_is_refused():
+    """Such as one with a layer that knows how many rows there are."""
+    model = tiny("llama")
+    model.model.layers[0].register_forward_hook(
+        lambda layer, args, output: output * (1 + 1e-6 * (output.shape[1] > SIZE)))
+    with pytest.raises(InputError, match="^--invariant needs trees with the bits of [^\n]*$"):
+        make_invariant(model)
+
+
+def test_a_model_that_would_compute_something_else_is_refused(monkeypatch):
+    """Such as one whose attention has an argument that this attention does not know."""
+    monkeypatch.setattr(invariant, "run_double", lambda layer, x: x)
+    with pytest.raises(InputError, match="^--invariant changes the logits of Llama"):
+        make_invariant(tiny("llama"))
+
+
+def test_a_short_context_limits_the_proof():
+    prove(make_invariant(tiny("gpt2", n_positions=24)), EngineLM)
+
+
+def test_caps_of_scores_and_of_logits_count():
+    """A change that forgot them would compute something else, and be refused."""
+    make_invariant(tiny("gemma2", attn_logit_softcapping=0.5, final_logit_softcapping=0.5))
+
+
+# ------------------------------------------------------------------------------------------ trees
+
 def check_trees(lm: CachedLM, seed: str, nodes: tuple[int, int] = (1, 64)) -> None:
     """Compare three random trees with some of their paths in bits, one row a call."""
     rng, alone = random.Random(seed), type(lm)(lm.model)
@@ -166,40 +211,3 @@ def test_a_long_prompt_is_read_in_parts(monkeypatch):
     whole = model(input_ids=ids).logits
     monkeypatch.setattr(invariant, "MOST", 1000)
     assert torch.equal(model(input_ids=ids).logits, whole)
-
-
-# ------------------------------------------------------------------------- layers one by one
-
-def test_an_activation_does_not_depend_on_a_numbers_place():
-    """Of 7 numbers a CPU computes some outside vectors, and of 64 rows of them others."""
-    layer, x = SiLU(), torch.randn(500, 7, generator=torch.manual_seed(0))
-    assert torch.equal(run_double(layer, x), torch.cat([run_double(layer, row) for row in x[:, None]]))
-
-
-def test_angles_do_not_depend_on_a_positions_place():
-    config = FAMILIES["llama"]
-    layer, x = LlamaRotaryEmbedding(type(config)(**SHAPE | dict(head_dim=2))), torch.zeros(1)
-    places = torch.arange(100, 200)[None]
-    alone = [run_positions(layer, x, place[None, None]) for place in places[0]]
-    for whole, some in zip(run_positions(layer, x, places), zip(*alone)):
-        assert torch.equal(whole, torch.cat(some, 1))
-
-
-def test_a_model_whose_rows_depend_on_others_is_refused():
-    """Such as one with a layer that knows how many rows there are."""
-    model = tiny("llama")
-    model.model.layers[0].register_forward_hook(
-        lambda layer, args, output: output * (1 + 1e-6 * (output.shape[1] > SIZE)))
-    with pytest.raises(InputError, match="^--invariant needs trees with the bits of [^\n]*$"):
-        make_invariant(model)
-
-
-def test_a_model_that_would_compute_something_else_is_refused(monkeypatch):
-    """Such as one whose attention has an argument that this attention does not know."""
-    monkeypatch.setattr(invariant, "run_double", lambda layer, x: x)
-    with pytest.raises(InputError, match="^--invariant changes the logits of Llama"):
-        make_invariant(tiny("llama"))
-
-
-def test_a_short_context_limits_the_proof():
-    prove(make_invariant(tiny("gpt2", n_positions=24)), EngineLM)

@@ -22,8 +22,8 @@ from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 960, "models": 930, "results": 370, "tests": 8030,
-          "hybrid support survey training": 4520}  # lines of code; prose has no limit
+LIMITS = {"root": 1160, "cli": 970, "models": 930, "results": 370, "tests": 8180,
+          "hybrid support survey training": 4630}  # lines of code; prose has no limit
 
 
 
