@@ -7,8 +7,8 @@ arXiv 2401.12522
     python bita.py --adapter my.safetensors --prompt "..."          # decode (Section 3.2)
 
 A mask token is a trained embedding in the place of a token that is not known yet. A group of M mask
-tokens follows a real token, their anchor. If the anchor is at position a, mask token j (1 … M) is
-at position a + j and predicts the token of position a + j + 1. The token of position a + 1 needs no
+tokens follows a real token, their anchor. If the anchor is at position i, mask token j (1 … M) is
+at position i + j and predicts the token of position i + j + 1. The token of position i + 1 needs no
 mask, because the anchor predicts it.
 
 The P prompt tokens are trained too. They are keys and values in every layer, and only mask tokens
@@ -30,15 +30,16 @@ out. An x says that the row on the left sees the column:
     mask 1 of b            x          x      x     .   x      .  .          .  .        x  .
     mask 2 of b            x          x      x     .   x      .  .          .  .        x  x
 
-Say that the model chooses a after the root, and after a the token x, which is no candidate. Then a
-is accepted, x is the next root, and the masks of a have already predicted what follows x. If the
+Say that the model chooses a after the root, and after a the token z, which is no candidate. Then a
+is accepted, z is the next root, and the masks of a have already predicted what follows z. If the
 model chooses neither a nor b after the root, its choice is the next root, and the root's masks have
 already predicted what follows it.
 
     L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
 
-X is the prompt and y its answer. A group of masks follows the anchor y_k. SAR stands for
-semi-autoregressive: several tokens a call.
+X is the prompt and y its answer. A group of masks follows the anchor y_k. This k is another one
+than --k, the number of candidates; the paper has both. SAR stands for semi-autoregressive: several
+tokens a call.
 
 Departures:
 - The sum of Eq. 1. Paper: it runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in
@@ -53,12 +54,16 @@ Departures:
 - Steps. Paper: 128 answers a step, four epochs of 150,000, and M = 4 above 13B parameters. Here: 16
   random answers of at most 200 tokens a step, 1,000 steps and M = 3. Why: tuning the model in
   models/ then takes minutes. Gradients are clipped to a norm of 1, as in the released code.
+- Choices that the paper leaves open. The optimizer is Adam. The keys of prompt tokens have no
+  position: they are read as they are.
+- Sampling. Paper: only greedy decoding. Here: above temperature 0 too.
 
 Smaller departures are in results/masks.md. None changes the text. Left out: several GPUs, and
 Table 3's shallow prompt tokens, which are input embeddings.
 """
 import copy
 import functools
+import itertools
 import json
 import os
 import random
@@ -66,8 +71,8 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
-from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, autoregressive,
-                    begin, eos_ids, greedy, main, until, walk)
+from common import (FAR, CachedLM, InputError, Sampler, ancestor_mask, attention_mask,
+                    autoregressive, begin, eos_ids, greedy, main, trie, until, walk)
 
 import torch
 import torch.nn.functional as F
@@ -90,14 +95,12 @@ def build_tree(candidates: list[list[int]], root: int, full: bool = False):
                 1 + M k nodes of Fig. 5
     returns     ids and parents
     """
-    ids, parents = [root], [-1]
-    inner = [0]  # the nodes that get children
-    for tokens in candidates:
-        first = len(ids)
-        for parent in inner:
-            ids += tokens
-            parents += [parent] * len(tokens)
-        inner = range(first, len(ids)) if full else [first]
+    best = [tokens[0] for tokens in candidates]
+    if full:
+        paths = itertools.product(*candidates)
+    else:
+        paths = [[*best[:j], x] for j, tokens in enumerate(candidates) for x in tokens]
+    ids, parents, _ = trie(root, paths)
     return ids, parents
 
 
@@ -139,17 +142,15 @@ class PrefixLM(CachedLM):
         super().start(ids, **options)
 
     def layout(self, parents: list[int], n: int, sees_prefix: list[bool] | None = None):
-        """Compute positions and mask as CachedLM does, with a column for each prompt token.
+        """Compute what CachedLM's `layout` does, with a slot for each prompt token.
 
         sees_prefix  for each of the newest n nodes whether it sees the prompt tokens. None: no
                      node does. It is given to `forward`, which passes it on
         """
-        positions, mask = super().layout(parents, n)
-        sees = torch.tensor(sees_prefix or [False] * n)[:, None].expand(1, 1, -1, self.prefix)
-        columns = torch.where(sees, 0.0, -torch.inf).to(self.weight)  # [1, 1, n, P]
-        if isinstance(mask, dict):
-            return positions, {kind: torch.cat([columns, x], 3) for kind, x in mask.items()}
-        return positions, torch.cat([columns, mask], 3)
+        visible, positions, slots = super().layout(parents, n)
+        sees = torch.tensor(sees_prefix or [False] * n)[:, None].expand(-1, self.prefix)
+        slots = F.pad(slots, (self.prefix, 0), value=FAR)
+        return torch.cat([sees, visible], 1), positions, slots
 
 
 def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int = 5,
@@ -177,7 +178,7 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
     masks = tuning.masks.detach().to(target.weight)
     M = len(masks)  # the number of masks of a group
     embed = target.model.get_input_embeddings()
-    prefix = list(tuning.prompts.detach().to(target.model.dtype))
+    prefix = list(tuning.prompts.detach().to(target.weight))
     prompt = begin(prompt, target, prefix=prefix)
     root = prompt[-1]
     candidates = []  # the guesses: for each mask its k likeliest tokens. The first call has none
@@ -201,12 +202,9 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         root = chunk[-1]
         # Generation: the masks after the last accepted node predict what follows the new root.
         groups = logits[n:].view(len(owners), M, logits.shape[1])
-        if tree == "chain":
-            # A chain has masks after the old root only. With c candidates accepted, the positions
-            # that the first c masks predict are final by now.
-            group = groups[0, len(path) - 1:]
-        else:
-            group = groups[path[-1]]
+        # A chain has masks after the old root only. With c candidates accepted, the positions that
+        # the first c masks predict are final by now.
+        group = groups[0, len(path) - 1:] if tree == "chain" else groups[path[-1]]
         candidates = group.topk(min(k, group.shape[1])).indices.tolist()
         if log is not None:
             log.append({"guessed": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
@@ -230,12 +228,12 @@ class Tuning(torch.nn.Module):
     def __init__(self, model, P: int = 16, M: int = 3, seed: int = 0):
         super().__init__()
         lm = CachedLM(model)  # refuses layers without keys and values
-        # A pass over any one embedding leaves keys and values in the cache, which show their size.
+        # A pass over one embedding puts keys and values into the cache, each [1, heads, slots, d].
         lm.forward(lm.weight[:1])
         shapes = {rows.shape for pair in lm.cache.layers.values() for rows in pair}
         if len(shapes) > 1:
             raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
-        [(_, heads, _, size)] = shapes  # [1, heads, slots, size]
+        [(_, heads, _, size)] = shapes
         shape = len(lm.cache.layers), 2, heads, P, size
         rng = torch.Generator().manual_seed(seed)
         # Section 4.1: both begin with normal numbers of a standard deviation of 0.02.
@@ -246,8 +244,8 @@ class Tuning(torch.nn.Module):
 def some_embeddings(model) -> torch.Tensor:
     """Take some numbers of a model's embeddings, by which a file recognises its model.
 
-    They are 64 numbers of every 16th of the first 1,024 tokens, less their mean. If there are 16
-    tokens or fewer, they are of every token.
+    They are the first 64 numbers of the embeddings of tokens 0, 16, 32, … 1008, minus their mean
+    over these tokens. Of a model of 16 tokens or fewer, every token counts.
     """
     table = model.get_input_embeddings().weight
     every = 16 if len(table) > 16 else 1
@@ -308,7 +306,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int) -> l
         if len(answer) > 1:  # the first token is no label, since no mask predicts it
             data.append((prompt, answer))
     if not data:
-        raise InputError(f"expected answers of 2 tokens or more, got {len(prompts)} others")
+        raise InputError(f"expected answers of 2 tokens or more, got {len(prompts)} shorter ones")
     return data
 
 
@@ -326,7 +324,7 @@ def sample_anchors(data: list[tuple], M: int, most: int, rng: random.Random):
     """
     # From the prompt's last token on, as long as two tokens follow: the anchor itself predicts the
     # first one, and mask 1 the second one.
-    spans = [range(len(p) - 1, len(p) + len(a) - 2) for p, a in data]
+    spans = [range(len(prompt) - 1, len(prompt) + len(answer) - 2) for prompt, answer in data]
     chosen = [torch.tensor(sorted(rng.sample(span, min(most, len(span))))) for span in spans]
     texts = [torch.tensor(prompt + answer) for prompt, answer in data]
     labels = []
@@ -339,6 +337,9 @@ def sample_anchors(data: list[tuple], M: int, most: int, rng: random.Random):
 
 def mask_logits(model, masks: torch.Tensor, prefix, ids: torch.Tensor, anchors: torch.Tensor):
     """Compute the logits [B, G, M, V] of groups of mask tokens after anchors. Fig. 3.
+
+    CachedLM runs one text, and without gradients. This is the same layout for a batch, and with
+    them. Texts of a batch are filled up at their end, which no real token before it sees.
 
     masks     embeddings of the mask tokens, [M, width]
     prefix    the prompt tokens, as `Tuning` has them. An empty list: there are none
@@ -353,16 +354,14 @@ def mask_logits(model, masks: torch.Tensor, prefix, ids: torch.Tensor, anchors: 
     trees = [attach_masks(range(-1, T - 1), owners, len(masks)) for owners in anchors.tolist()]
     sees = torch.stack([ancestor_mask(tree) for tree in trees]).to(lm.weight.device)
     positions = (sees.sum(-1) - 1).clamp(max=lm.max_length - 1)  # as in CachedLM.layout
-    # The slots of prompt tokens come first, as in decoding. No window hides them, since their
-    # place counts as one after all rows.
-    places = F.pad(positions, (P, 0), value=10 ** 9)
+    slots = F.pad(positions, (P, 0), value=FAR)  # first those of prompt tokens, as in decoding
 
     def run(inputs: torch.Tensor, first: int, sees_prefix: bool, keep: int) -> torch.Tensor:
         """Run the model over the nodes from `first` on; return the logits of the last `keep`."""
         end = first + inputs.shape[1]
         rows = positions[:, first:end]
         visible = F.pad(sees[:, first:end, :end], (P, 0), value=sees_prefix)
-        mask = attention_mask(lm.windows, visible, rows, places[:, :P + end], lm.weight)
+        mask = attention_mask(lm.windows, visible, rows, slots[:, :P + end], lm.weight)
         lm.cache.start = P + first
         return lm.run_model(inputs, rows, mask, keep)
 
@@ -410,6 +409,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
                          f"more, --lr above 0, got {M}, {steps}, {batch}, {anchors}, {P}, {lr}")
     if out.is_dir() or not out.parent.is_dir():
         raise InputError(f"expected --out to be a file in a folder that exists, got {out}")
+    # `load_tuning` keeps what it has read, which this training must not change.
     tuning = copy.deepcopy(load_tuning(start, model)) if start else Tuning(model, P, M, seed)
     tuning.to(model.device, torch.float32)
     model.requires_grad_(False)
@@ -422,9 +422,10 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
     try:
         for step in bar:
             pairs = rng.sample(data, min(batch, len(data)))
-            # `at` has the anchors, at random k
-            ids, at, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
-            loss = sar_loss(mask_logits(model, tuning.masks, tuning.prompts, ids, at), labels)
+            # The anchors y_k, at random places
+            ids, places, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
+            logits = mask_logits(model, tuning.masks, tuning.prompts, ids, places)
+            loss = sar_loss(logits, labels)
             adam.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(tuning.parameters(), 1.0)

@@ -13,8 +13,9 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
 
 q is the model in training. A block is the paper's n-token sequence, and x is the text before it (in
 Eq. 6 before the answer). The block's first token, the root, is known already. Alg. 3 computes it in
-line 4, as y_0. y is a state on the block's Jacobi trajectory. The last state is the fixed point y*,
-the greedy output of the model before training. The fixed points of all blocks make up the answer l.
+line 4. It is y_1 of Eq. 4 and y[0] in the code. y is a state on the block's Jacobi trajectory. The
+last state is the fixed point y*, the greedy output of the model before training. The fixed points
+of all blocks make up the answer l.
 D(p || q) is the forward KL divergence, the sum of p log(p / q) over all tokens, and w is --w.
 
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
@@ -39,16 +40,23 @@ Departures (smaller ones are in results/cllm.md):
   Why: one pass reads all of them, and the loss of y* is 0.
 - Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means over all answers of a
   batch, and the mean of D has only the places after a wrong token. Why: answers differ in length,
-  and D is 0 up to the first wrong token.
+  and D is 0 up to the first wrong token. So a --w of 10 is not quite the paper's 10.
 - Blocks. Paper: they tile the answer, n tokens each (Alg. 1). Here: a block begins with a known
   token, often the last one of the block before, so it adds n - 1 or n tokens. The answer's end cuts
   the last block. Why: no call is spent only on a root, and nothing after that end is learnt.
+- The end of a block. Paper: Alg. 3 ends with a call that changes nothing (line 15). Here: a block
+  ends when all of its tokens are final. Why: that call would only confirm the last one.
+- Line 9 of Alg. 3 compares z_<i of the next state with z_<i of the current one. Here the next state
+  has the root in front, as in the released code. Otherwise a token would be compared with the one
+  after it.
 - First guesses. Paper: Algs. 1 and 3 draw them from x, which grows with the answer. Here: they come
   from the prompt. Why: the loop need not keep the text.
 - Corrections. Paper: Alg. 1 corrects random tokens of all states. Here: half of the states are
   corrected, never in their first wrong token. Why: the other half stays as decoding meets it, and
   no state can become y*.
 - Sampling. Paper: only greedy decoding. Here: above temperature 0 too, as in jacobi.py.
+- Choices that the paper leaves open: AdamW and its numbers, the warm-up, clipped gradients, what
+  counts as a repetition, and which share of the wrong tokens is corrected.
 
 Left out: several GPUs, other distances D, and local consistency (Eq. 5), which makes a slower model
 (Table 6).
@@ -91,10 +99,10 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
         final = 1  # line 3: how many leading tokens of y are final, n_t + 1
-        trajectory = {"states": [y], "final": [final]}
+        record = {"states": [y], "final": [final]}
         if log is not None:
-            log.append(trajectory)
-        while final < n:  # lines 6 and 15, without the call that only confirms the last token
+            log.append(record)
+        while final < n:  # lines 6 and 15
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             chosen = sample(logits, target.places)
@@ -106,12 +114,12 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become what the target chose. The next call chooses
-            # a sample again if the guesses before it were right, since the seed fixes its numbers
+            # Lines 10 and 14: the other guesses become what the target chose. With the numbers of a
+            # seed, too, the next call chooses such a token again if all before it were right
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
-            trajectory["states"].append(y)  # line 12
-            trajectory["final"].append(final)
+            record["states"].append(y)  # line 12
+            record["final"].append(final)
             yield chunk
         root = chunk[-1]  # the last final token: y[-1], or the token after it
 
@@ -129,12 +137,13 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     returns   the number of complete blocks, the fast-forwarded tokens per call, and the stationary
               tokens per block
     """
-    blocks = [r for r in log if r["final"][-1] >= len(r["states"][0])
-              and not eos & set(r["states"][-1][1:])]
-    calls = sum(len(r["states"]) - 1 for r in blocks)
-    gained = sum(r["final"][-1] - 1 for r in blocks)
+    blocks = [block for block in log if block["final"][-1] >= len(block["states"][0])
+              and not eos & set(block["states"][-1][1:])]
+    calls = sum(len(block["states"]) - 1 for block in blocks)
+    gained = sum(block["final"][-1] - 1 for block in blocks)
     stationary = 0
-    for states in (r["states"] for r in blocks):
+    for block in blocks:
+        states = block["states"]
         y_star = states[-1]
         for i, token in enumerate(y_star):
             # y(0) is random, so it counts as wrong even where it is right by chance
@@ -188,7 +197,7 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
     for record in log:
         y_star = (prompt + answer)[start:start + n]  # fewer than n at the answer's end
         states = [y[:len(y_star)] for y in record["states"]]
-        # A state that is cut at the answer's end may equal y* before the last call
+        # A state before the last call equals y* if all guesses were right, or if it is cut here
         blocks.append((start, [*(y for y in states if y != y_star), y_star]))
         start += record["final"][-1] - 1  # the last token that is final is the next root
     return answer, blocks
@@ -286,7 +295,7 @@ def training_tree(text: list[int], drawn: list) -> tuple[list[int], list[int], l
         student = start
         # The last token is left out, since it predicts a token after the block
         for teacher, token in enumerate(y[1:-1], start + 1):
-            # On the trunk, the student so far is the node just before the teacher
+            # If the student is the node just before the teacher, it has not branched off yet
             if student == teacher - 1 and token == text[teacher]:
                 student = teacher
             else:
@@ -319,9 +328,9 @@ def losses(model, examples: list[dict], drawn: list[list]) -> tuple[torch.Tensor
     """
     distances = []
     surprises = []
-    for example, pairs in zip(examples, drawn):
+    for example, states in zip(examples, drawn):
         prompt, answer = example["prompt"], example["answer"]
-        ids, parents, compared = training_tree(prompt + answer, pairs)
+        ids, parents, compared = training_tree(prompt + answer, states)
         # The last token of the prompt predicts the answer's first. No loss reads an earlier node
         first = len(prompt) - 1
         log_q = read_tree(model, ids, parents, first).log_softmax(-1)  # [m, V]
@@ -353,8 +362,8 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 10
 
     data: file of trajectories, made by `python cllm.py collect`
     out: model directory to make, in bfloat16
-    lr: learning rate after the warm-up, above 0. With 10M parameters 5e-4 worked well. The released
-        script for 7B parameters has 2e-5
+    lr: learning rate, about the peak after the warm-up, above 0. With 10M parameters 5e-4 worked
+        well. The released script for 7B parameters has 2e-5
     steps: updates of the parameters, 1 or more
     batch: answers of a step, 1 or more. Fewer of them take less memory
     states: the most states of each block of an answer, 1 or more

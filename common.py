@@ -1,18 +1,21 @@
 """This file has what the methods share: token trees, masks, a model with its cache, sampling,
-decoding, loading and a small command line. Read it first; masks, and all after decoding, can wait.
+decoding, loading and a small command line. Read it first. The sections on masks, on loading and on
+the command line can wait.
 
 Nearly every method does the same thing in its own way. It grows a small *token tree* at the end of
 the text, runs the target once over the whole tree, and keeps one path of the tree.
 
     target     the model whose output is wanted
-    draft      a smaller model, or a part of the target, that guesses what the target will say;
-               also the tokens that it guesses in a round
+    draft      a smaller model, or a part of the target, that guesses what the target will say.
+               The tokens that it guesses in a round are called a draft, too
     call       one pass of a model that gives logits, over one or more tokens at once
-    row        one token of a call, with its keys, values and logits; the cache has a slot for it
+    row        one token of a call, with its keys, values and logits
+    slot       where the cache holds the keys and values of a row
     round      one turn of a method's loop: some guesses, and one call of the target to verify them
     context    the text without its last token; its keys and values are cached
     root       the last token of the text: it is known but not cached, so each round feeds it
-    tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it
+    tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it. Nodes
+               that were fed and may still join the context are *pending*
     accepted   a guess is accepted if it joins the text; then so do all guesses above it
     chunk      the tokens that a round adds to the text: the accepted guesses, then one token of the
                target's own. Its mean length is the *acceptance length*
@@ -24,7 +27,7 @@ the text, runs the target once over the whole tree, and keeps one path of the tr
 The life of a prompt, with this tree. Steps 2 to 5 are a round:
 
     1. begin     Cache the context once: … the cat. This is the *prefill*.
-    2. grow      Guess. How to guess is what a method is about. `trie` makes a tree of guesses:
+    2. trie      Guess. How to guess is what a method is about. `trie` makes a tree of guesses:
 
                      node        0    1    2    3    4    5
                      ids        sat  on  the  mat   in    a
@@ -49,10 +52,12 @@ The life of a prompt, with this tree. Steps 2 to 5 are a round:
                  the root of the next round.
 
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
-generator at a time. In a docstring a name with a colon is an option of the command line.
+generator at a time.
 
-Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … In these a mask says what a row attends to,
-all tokens or a window. `load` refuses other attention, and CachedLM other kinds of layers.
+In a method's docstring a name with a colon, as `gamma:`, is an option of the command line, too.
+
+Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … Each of their layers attends to all tokens
+before it, or to a window of the newest. `load` refuses other attention, and CachedLM other layers.
 Left out: batches, encoder-decoder models, and layers with a state (support/recurrent.py).
 """
 import argparse
@@ -67,6 +72,9 @@ import torch.nn.functional as F
 import transformers
 
 
+FAR = 10 ** 9  # more than any position or length
+
+
 class InputError(ValueError):
     """Report a mistake of the user's: what was expected, and what was given."""
 
@@ -78,16 +86,14 @@ def trie(root: int, sequences: list[list[int]]) -> tuple[list[int], list[int], l
     returns   ids, the token of each node. parents, the parent of each node, -1 for the root.
               paths, the nodes of each sequence with node 0 first
     """
-    ids, parents, paths, node_of = [root], [-1], [], {}  # node_of[parent, token] is a node
+    node_of = {(-1, root): 0}  # the node of each pair of a parent and a token, in order
+    paths = []
     for sequence in sequences:
         path = [0]
         for token in sequence:
-            node = node_of.setdefault((path[-1], token), len(ids))
-            if node == len(ids):  # it is new
-                ids.append(token)
-                parents.append(path[-1])
-            path.append(node)
+            path.append(node_of.setdefault((path[-1], token), len(node_of)))  # an old or a new node
         paths.append(path)
+    parents, ids = map(list, zip(*node_of))
     return ids, parents, paths
 
 
@@ -124,26 +130,30 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens a row sees in each kind of layer, the row included. None: all of them.
 
-    All layers of a model that lists no kinds of layers count as sliding. Their window may be None.
+    A model that lists no kinds of layers has one, "sliding_attention". Llama's window is None.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    # A checkpoint may list a window that its family ignores. A new config of such a family has none
+    # A checkpoint may list a window that its family ignores. If a default config of the family has
+    # no such field, the family ignores it.
     known = window and hasattr(type(config)(), "sliding_window")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return {kind: window if known and kind == "sliding_attention" else None for kind in kinds}
 
 
-def attention_mask(windows: dict, visible, row_places, slot_places, like: torch.Tensor):
+def attention_mask(windows: dict, visible, positions, slots, like: torch.Tensor):
     """Make the mask that a model adds to its scores: 0 where a row sees a slot, and else -inf.
 
-    windows       for each kind of layer its window. It hides what lies too far before a row
-    visible       bool [B, n, m], what each row may see apart from windows
-    row_places    [B, n], the positions of the rows; and slot_places [B, m], those of the slots
-    returns       [B, 1, n, m], like `like`; for several kinds of layers a dictionary of masks
+    windows    for each kind of layer its window. It hides what lies too far before a row
+    visible    bool [B, n, m], what each row may see apart from windows. B is 1, or in a training
+               the size of a batch
+    positions  [B, n], the positions of the rows
+    slots      [B, m], the positions of the rows in the slots. No window hides a slot at FAR
+    like       has the dtype and the device of the mask
+    returns    [B, 1, n, m]; for several kinds of layers a dictionary of masks
     """
-    past = row_places[..., None] - slot_places[:, None]  # how far before a row: [B, n, m]
-    seen = {kind: visible & (past < (window or 10 ** 9)) for kind, window in windows.items()}
+    past = positions[..., None] - slots[:, None]  # how far before a row: [B, n, m]
+    seen = {kind: visible & (past < (window or FAR)) for kind, window in windows.items()}
     masks = {kind: torch.where(x[:, None], 0.0, -torch.inf).to(like) for kind, x in seen.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -173,7 +183,7 @@ class KVCache:
         return self.start
 
     def commit(self, first: int, path: list[int]) -> None:
-        """Move the rows of a path to the slots from `first` on. Slot `first` has pending node 0."""
+        """Move the rows of a path to the slots from `first` on. Node i lies in slot first + i."""
         if path == list(range(len(path))):
             return  # they are in place already
         rows = first + torch.tensor(path)
@@ -194,17 +204,20 @@ class CachedLM:
 
     model        a model in eval mode, as `load` returns it
     vocab        how many logits count. Embeddings may be padded beyond the tokenizer. None: all.
-                 `begin` cuts those of a draft to the target's, and `full_vocab` stays
+                 `begin` lowers a draft's to the target's, and `full_vocab` keeps the old value
+
+    It also has:
+
     max_length   how many tokens the model is made for
     length       how many tokens of context are cached
     parents      the parents of the pending nodes: earlier pending nodes, or -1 for the context
     calls        how many passes gave logits; those of the prefill give none
-    places       for each row of the newest logits how many tokens come before the one that it
-                 predicts. It is the place of this token in the text, which siblings share
+    places       for each row of the newest logits the place of the token that it predicts: how many
+                 tokens of the text come before this token. Siblings predict for the same place
     """
     PART = 256  # tokens of a prompt in one pass, which keeps its mask small
     KINDS = ("full_attention", "sliding_attention")  # the layers that it can run
-    prefix = 0  # rows before the context. A subclass that has some overrides `layout`
+    prefix = 0  # rows before the context. PrefixLM of bita.py has some
 
     def __init__(self, model, vocab: int | None = None):
         self.model, self.windows, self.max_length = model, windows_of(model), context_length(model)
@@ -215,64 +228,69 @@ class CachedLM:
         self.vocab = self.full_vocab = min(vocab or len(self.weight), len(self.weight))
         self.length, self.parents, self.calls, self.places = 0, [], 0, []
 
-    @torch.inference_mode()
-    def start(self, ids: list[int]) -> None:
-        """Forget the old text, and cache all of ids: a prompt without its last token, the root."""
+    def start(self, ids: list[int], kept: int = 0) -> None:
+        """Forget the old text, and cache all of ids: a prompt without its last token, the root.
+
+        kept   how many of the first ids the cache holds already, from the old text
+        """
         if len(ids) > self.max_length:
             raise InputError(f"expected a context of {self.max_length} or less, got {len(ids)}")
-        self.truncate(0)
-        for i in range(0, len(ids), self.PART):
+        self.truncate(kept)
+        for i in range(kept, len(ids), self.PART):
             # No part needs logits, which take much memory if the vocabulary is large.
             self.forward(ids[i:i + self.PART], keep=0)
             self.commit(range(len(self.parents)))
 
     @torch.inference_mode()
-    def forward(self, ids, parents: list[int] | None = None, *, keep: int | None = None, **seen):
+    def forward(self, ids, parents: list[int] | None = None, *, keep: int | None = None, **options):
         """Run the model once over n new nodes, which join the pending tree.
 
         ids       tokens, a list or a tensor [n], or input embeddings [n, d]
         parents   for each node an earlier pending node, or -1 for the context's end. None: a chain
                   from the last pending node
         keep      how many of the last nodes the LM head reads. None: all. A pass with 0 is no call
-        seen      further arguments of a subclass's `layout`, if it takes any
+        options   further arguments of a subclass's `layout`, if it takes any
         returns   the logits [n or keep, V] after each node that the LM head read
         """
         n, old = len(ids), len(self.parents)
         parents = list(range(old - 1, old + n - 1) if parents is None else parents)
         if n == 0 or n != len(parents) or any(not -1 <= x < i for i, x in enumerate(parents, old)):
             raise ValueError(f"expected nodes with a parent each, earlier or -1, got {parents}")
-        positions, mask = self.layout(self.parents + parents, n, **seen)
+        visible, positions, slots = self.layout(self.parents + parents, n, **options)
+        mask = attention_mask(self.windows, visible[None], positions[None], slots[None],
+                              self.weight)
         self.cache.start = self.prefix + self.length + old  # the slot after all pending nodes
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
         keep = n if keep is None else keep
-        logits = self.run_model(inputs, positions.to(inputs.device), mask, keep)
+        logits = self.run_model(inputs, positions[None].to(inputs.device), mask, keep)
         # The tree changes only now, so a pass that raises leaves it as it was.
         self.parents = self.parents + parents
-        self.places = (positions[0, n - keep:] + 1).tolist()
-        self.calls += logits.shape[1] > 0
+        self.places = (positions[n - keep:] + 1).tolist()
+        self.calls += keep > 0
         return logits[0, :, :self.vocab]
 
     def layout(self, parents: list[int], n: int):
-        """Compute the positions [1, n] of the newest n nodes, and the mask of what they see."""
+        """Say what the newest n nodes see, and where they and all rows in the cache stand.
+
+        returns   visible, bool [n, m]. positions of the nodes, [n]. slots, the positions of all m
+                  rows that the cache has after the pass
+        """
         ancestors = ancestor_mask(parents)
         # The position of a node is how many tokens come before it: those of the context and its
         # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess beyond max_length
-        # gets the last position. No such guess gets into the answer, which `until` ends before it.
-        places = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
+        # gets the last position. It does not get into the answer, whose limit comes before it.
+        pending = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A node sees the whole context, its ancestors and itself, apart from windows.
         visible = F.pad(ancestors[-n:], (self.length, 0), value=True)
-        slots = torch.cat([torch.arange(self.length), places])
-        positions = places[None, -n:]
-        mask = attention_mask(self.windows, visible[None], positions, slots[None], self.weight)
-        return positions, mask
+        return visible, pending[-n:], torch.cat([torch.arange(self.length), pending])
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         """Run the model once, on the cache as it is; return logits [1, keep, V]."""
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         if inputs.ndim > 2 and hasattr(self.model.get_decoder(), "embed_tokens_per_layer"):
             raise InputError(f"expected layers fed by embeddings, got {type(self.model).__name__}")
-        # Rows are given by index, since transformers takes a count of 0 for all rows, and a slice
-        # makes PyTorch copy the LM head on a CPU in bfloat16.
+        # Rows are given by index. Transformers takes a count of 0 for all rows, and with a slice of
+        # rows PyTorch is slower on a CPU in bfloat16, where it copies the LM head first.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
         return self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True, return_dict=True,
@@ -298,15 +316,15 @@ class CachedLM:
 
 
 def context_length(model) -> int:
-    """Find how many tokens a model is made for, or 10 ** 9 if its config has no limit.
+    """Find how many tokens a model is made for, or FAR if its config has no limit.
 
     With LongRoPE it is the original length, since beyond it even cached keys would have to change.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
-    lengths = [x["original_max_position_embeddings"] for x in kinds if "longrope" in x.values()]
-    return min([getattr(config, "max_position_embeddings", None) or 10 ** 9, *lengths])
+    ropes = [rope, *(x for x in rope.values() if isinstance(x, dict))]  # nested by kind of layer
+    lengths = [x["original_max_position_embeddings"] for x in ropes if "longrope" in x.values()]
+    return min([getattr(config, "max_position_embeddings", None) or FAR, *lengths])
 
 
 # ---------------------------------------------------------------------------------- sampling
@@ -349,7 +367,8 @@ class Sampler:
         """Draw the E [V] of a place, by the CPU, so that all devices have the same numbers."""
         # Numbers of float32 have steps of 2⁻²⁴ near 1, and would favour some of the rare tokens.
         rng = torch.Generator().manual_seed(hash((self.seed, place)) % 2 ** 63)
-        return -torch.rand(V, dtype=torch.float64, generator=rng).log_().float().to(device)
+        u = torch.rand(V, dtype=torch.float64, generator=rng).clamp_(min=1e-300)
+        return -u.log_().float().to(device)
 
     def race(self, logits: torch.Tensor, places: list[int]) -> torch.Tensor:
         """Compute p / E [n, V]: the largest number of a row wins. At temperature 0: the logits."""
@@ -360,11 +379,12 @@ class Sampler:
         return rows.softmax(-1) / E
 
     def __call__(self, logits: torch.Tensor, places: list[int] = ()) -> list[int]:
+        """Choose a token for each row of logits [n, V] at these places, which greedy ignores."""
         return self.race(logits, places).argmax(-1).tolist()
 
     @property
     def fixed(self) -> bool:
-        """Tell whether model and seed alone fixed the tokens so far, with no coin of a rule."""
+        """Tell whether model and seed alone fixed the tokens so far: no rule drew a coin yet."""
         return self.sure or not self.rngs
 
     def uniform(self, shape, device) -> torch.Tensor:
@@ -384,18 +404,19 @@ class Sampler:
     def probs(self, logits: torch.Tensor, places: list[int] = ()) -> torch.Tensor:
         """Turn logits [..., V] into the distribution [..., V], float32, that a rule judges.
 
-        It is p, or with `coupling` and places [n] the race of each row, as if it were sure.
+        It is p. With `coupling` and places [n], and at temperature 0, it is 1 for the winner of the
+        row's race and 0 for all others.
         """
         rows = logits.reshape(-1, logits.shape[-1])
-        if self.temperature == 0 or self.sure and places:
+        if self.temperature == 0 or (self.sure and places):
             winners = self.race(rows, places).argmax(-1)
             return F.one_hot(winners, rows.shape[1]).float().view(logits.shape)
         return self.warped(rows).softmax(-1).view(logits.shape)
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
         """Draw a token from each row of probs [n, V] by a race of new numbers; return them [n]."""
-        u = self.uniform(probs.shape, probs.device)
-        return (probs / -u.clamp(min=1e-300).log()).argmax(-1)
+        E = -self.uniform(probs.shape, probs.device).clamp(min=1e-300).log()
+        return (probs / E).argmax(-1)
 
 
 greedy = Sampler(temperature=0)
@@ -450,9 +471,9 @@ def until(chunks, limit: int, eos=()):
     """
     while limit > 0:
         chunk = next(chunks)[:limit]
-        ends = [i + 1 for i, token in enumerate(chunk) if token in eos]
-        yield chunk[:ends[0]] if ends else chunk
-        limit = 0 if ends else limit - len(chunk)
+        end = next((i for i, token in enumerate(chunk, 1) if token in eos), None)
+        yield chunk[:end]
+        limit = 0 if end else limit - len(chunk)
 
 
 # ----------------------------------------------------------------------------------- loading
@@ -473,15 +494,17 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
         model = model.to(device).eval()
     except Exception as error:  # each reader of a file format raises errors of its own
         raise InputError(f"expected a model directory or hub id, got {path}: {error}") from error
-    # Missing weights would stay random. A tensor that belongs to a weight of the model, but has no
-    # place in it, would change the text: a scale of quantised weights, a bias, LoRA.
-    weights = [name for x in (model, model.base_model) for name, _ in x.named_parameters()]
-    places = {name.rpartition(".")[0] for name in weights}
-    wrong = [x for x in found["unexpected_keys"] if x.rpartition(".")[0] in places or "lora_" in x]
+    # Missing weights would stay random. An unexpected tensor of a module that has weights would
+    # change the text: a scale of quantised weights, a bias, LoRA.
+    names = [name for x in (model, model.base_model) for name, _ in x.named_parameters()]
+    modules = {name.rpartition(".")[0] for name in names}
+    wrong = [x for x in found["unexpected_keys"] if x.rpartition(".")[0] in modules or "lora_" in x]
     wrong += [*found["missing_keys"], *map(str, Path(path).glob("adapter_config.json"))]
-    if wrong or not model._supports_attention_backend:  # other attention may need more than a mask
-        raise InputError(f"expected a whole {type(model).__name__} with attention that takes a "
-                         f"mask, got {path}; missing or without a place: {sorted(wrong)[:3]}")
+    if not model._supports_attention_backend:  # other attention may need more than a mask
+        wrong.append("attention that takes a mask")
+    if wrong:
+        raise InputError(f"expected a whole {type(model).__name__}, got {path}; missing, or without"
+                         f" a place in the model: {', '.join(sorted(wrong)[:3])}")
     # With router logits a model computes a loss, which takes our mask for padding.
     model.config.get_text_config().output_router_logits = False
     return model, tokenizer
@@ -497,100 +520,118 @@ def eos_ids(model, tokenizer) -> set[int]:
 MODELS = Path(__file__).resolve().parent / "models"  # the embedded models, if they are there
 PROMPT = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
 LOADING = {"device": "", "dtype": "", "chat": False}  # options, with their defaults
-DECODING = {"prompt": PROMPT, "compare": False, "max_new_tokens": 128}
+DECODING = {"prompt": "", "compare": False, "max_new_tokens": 128}
 SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
             "coupling": False}  # the arguments of a Sampler
 
 
-def parse(function, defaults: dict, argv: list[str]) -> dict:
+def parse(function, defaults: dict, argv: list[str], parents=()) -> dict:
     """Parse the options of a command line; return {name: value}.
 
     function  a method or a command. Its arguments that are numbers, switches or texts are options
-    defaults  further options with their defaults. None: it must be given
+    defaults  further options with their defaults. None: it must be given. Keywords of the function
+              that are options have their own
+    parents   parsers of argparse, whose options are listed too
     """
     parser = argparse.ArgumentParser(
-        description=function.__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
+        description=function.__doc__, usage=argparse.SUPPRESS, allow_abbrev=False, parents=parents,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    own = {name: kind for name, kind in function.__annotations__.items()
-           if kind in (bool, int, float, str, Path)}
-    kinds = {name: str if x is None else type(x) for name, x in defaults.items()} | own
-    for name, kind in kinds.items():
+    types = {name: str if x is None else type(x) for name, x in defaults.items()}
+    types |= {name: x for name, x in function.__annotations__.items()
+              if x in (bool, int, float, str, Path)}
+    for name, kind in types.items():
         x = (defaults | function.__kwdefaults__).get(name)
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        parser.add_argument(f"--{name}".replace("_", "-"), default=x, help=f"default: {x}",
-                            required=x is None, **how)
+        parser.add_argument(f"--{name}".replace("_", "-"), default=x, required=x is None,
+                            help="required" if x is None else f"default: {x}", **how)
     return vars(parser.parse_args(argv))
 
 
-def encode(tokenizer, text: str, chat: bool) -> list[int]:
-    """Turn a prompt into token ids, within the model's chat template if `chat` is true."""
+def encode(tokenizer, messages: list[str], chat: bool) -> list[int]:
+    """Turn the messages of a conversation into token ids: a prompt, an answer, a prompt, ….
+
+    chat   whether they come within the model's chat template. If not, there is one message
+    """
+    text = messages[-1]
     text.encode()  # an error for half of a character, which no tokenizer takes
     if chat:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                             add_generation_prompt=True)
+        said = [{"role": ("user", "assistant")[i % 2], "content": x}
+                for i, x in enumerate(messages)]
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=not chat)
 
 
 def call(command, argv: list[str]) -> None:
     """Call a command of a file, such as `train`, with a model and its tokenizer.
 
-    A command that takes prompts gets those of --prompts, a file with one on each line.
+    A command that takes prompts gets those of --prompts. This file has one on each line, as a text
+    or as {"prompt": text}.
     """
-    usual = {"target": f"{MODELS}/target"} | LOADING
     reads = {"prompts": None} if "prompts" in command.__annotations__ else {}
-    args = parse(command, usual | reads, argv)
-    model, tokenizer = load(args["target"], args["device"], args["dtype"])
-    options = {name: x for name, x in args.items() if name not in usual}
+    args = parse(command, {"target": f"{MODELS}/target"} | LOADING | reads, argv)
+    model, tokenizer = load(*(args.pop(name) for name in ("target", "device", "dtype")))
+    chat = args.pop("chat")
     if reads:
         lines = Path(args["prompts"]).read_text(encoding="utf-8").splitlines()
         texts = [json.loads(x)["prompt"] if x[:1] == "{" else x for x in lines if x.strip()]
-        options["prompts"] = [encode(tokenizer, text, args["chat"]) for text in texts]
-    command(model, tokenizer, **options)
+        args["prompts"] = [encode(tokenizer, [text], chat) for text in texts]
+    command(model, tokenizer, **args)
 
 
-def answer(method, lms: list[CachedLM], tokenizer, args: dict, sample: Sampler) -> tuple:
-    """Decode the prompt of a command line, and print the text as it comes.
+def answer(method, lms: list[CachedLM], tokenizer, prompt: list[int], args: dict) -> tuple:
+    """Decode a prompt, and print the text as it comes.
 
-    returns  the tokens of the answer, and how many of them a second gave
+    args     what a command line said, with "eos", "sample" and "limit"
+    returns  the tokens of the answer, and how many of them a second gave. Its time is that of the
+             prompt, of what the method loads, and of all rounds
     """
-    prompt = encode(tokenizer, args["prompt"], args["chat"])
-    limit = min([args["max_new_tokens"], *(lm.max_length - len(prompt) for lm in lms)])
-    if limit < 1:
-        raise InputError(f"expected room for an answer of 1 token or more, got {limit}")
-    eos = eos_ids(lms[0].model, tokenizer)
-    options = {name: x for name, x in (args | {"eos": eos, "sample": sample}).items()
-               if name in method.__kwdefaults__}
-    ids, text, seconds, began = [], "", 0.0, time.perf_counter()
-    for chunk in until(method(*lms, prompt, **options), limit, eos):
+    options = {name: x for name, x in args.items() if name in method.__kwdefaults__}
+    calls, ids, text, seconds, began = lms[0].calls, [], "", 0.0, time.perf_counter()
+    for chunk in until(method(*lms, prompt, **options), args["limit"], args["eos"]):
         seconds += time.perf_counter() - began
         ids += chunk
-        # All tokens are decoded anew, since a blank or a character may need several of them. The
-        # sign that is taken off stands for half a character.
+        # All tokens are decoded anew, since a blank or a character may need several of them. U+FFFD
+        # stands for the first bytes of a character whose other bytes are still to come.
         whole = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
         print(whole[len(text):], end="", flush=True)
         text, began = whole, time.perf_counter()
-    print(f"\n{method.__name__}: {len(ids)} tokens in {lms[0].calls} calls of the target, "
-          f"{len(ids) / seconds:.1f} tokens/s", file=sys.stderr)
+    print(f"\n{method.__name__}: {len(ids)} tokens in {lms[0].calls - calls} calls of the "
+          f"target, {len(ids) / seconds:.1f} tokens/s", file=sys.stderr)
     return ids, len(ids) / seconds
 
 
-def decode(method, lossy: bool, target: str, argv: list[str]) -> None:
-    """Answer a prompt by a method. With --compare also decode token by token."""
-    kinds = {x: kind for x, kind in method.__annotations__.items() if x in ("target", "draft")}
-    paths = {x: f"{MODELS}/{x}" for x in kinds} | {"target": f"{MODELS}/{target}"}
-    args = parse(method, paths | LOADING | DECODING | SAMPLING, argv)
-    models, (tokenizer, *_) = zip(*(load(args[x], args["device"], args["dtype"]) for x in kinds))
+def decode(method, lossy: bool, target: str, argv: list[str], parser) -> None:
+    """Answer a prompt by a method. With --compare also decode token by token.
+
+    With --chat and without --prompt it is a conversation: an empty line or Ctrl-D ends it.
+    """
+    classes = {x: kind for x, kind in method.__annotations__.items() if x in ("target", "draft")}
+    paths = {x: f"{MODELS}/{x}" for x in classes} | {"target": f"{MODELS}/{target}"}
+    args = parse(method, paths | LOADING | DECODING | SAMPLING, argv, [parser])
+    models, (tokenizer, *_) = zip(*(load(args[x], args["device"], args["dtype"]) for x in classes))
     vocab = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps, so it is not their number
-    lms = [kind(model, vocab) for kind, model in zip(kinds.values(), models)]
-    sample = Sampler(**{name: args[name] for name in SAMPLING})
-    ours, fast = answer(method, lms, tokenizer, args, sample)
-    if args["compare"]:
-        target = CachedLM(models[0], vocab)
-        theirs, slow = answer(autoregressive, [target], tokenizer, args, sample)
-        said = "equals" if ours == theirs else "differs from"
-        if lossy or not sample.fixed:
-            said = "may differ from"
-        print(f"speed-up {fast / slow:.2f}x; output {said} autoregressive output", file=sys.stderr)
+    lms = [kind(model, vocab) for kind, model in zip(classes.values(), models)]
+    args["sample"] = sample = Sampler(**{name: args[name] for name in SAMPLING})
+    args["eos"] = eos_ids(models[0], tokenizer)
+    talks = args["chat"] and not args["prompt"]
+    messages = []
+    for text in iter(lambda: input("\n> "), "") if talks else [args["prompt"] or PROMPT]:
+        messages.append(text)
+        prompt = encode(tokenizer, messages, args["chat"])
+        room = min(lm.max_length for lm in lms) - len(prompt)
+        args["limit"] = min(args["max_new_tokens"], room)
+        if args["limit"] < 1:
+            raise InputError(f"expected room for 1 new token or more, got {args['limit']}")
+        ours, fast = answer(method, lms, tokenizer, prompt, args)
+        messages.append(tokenizer.decode(ours, skip_special_tokens=True))
+        if args["compare"]:
+            plain = [CachedLM(models[0], vocab)]
+            theirs, slow = answer(autoregressive, plain, tokenizer, prompt, args)
+            said = "equals" if ours == theirs else "differs from"
+            if lossy or not sample.fixed:
+                said = "may differ from"
+            print(f"speed-up {fast / slow:.2f}x; output {said} autoregressive output",
+                  file=sys.stderr)
 
 
 def main(methods: list, commands=(), lossy=(), target: str = "target", argv=None, **_) -> None:
@@ -601,9 +642,11 @@ def main(methods: list, commands=(), lossy=(), target: str = "target", argv=None
     lossy     methods whose text may differ from autoregressive text
     target    the folder in models/ that has the default target
     argv      the command line. None: that of this process
+    _         what else a COMMAND_LINE says, for `python -m cli` and the tests
     """
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, allow_abbrev=False)
-    parser.add_argument("--method", choices=[x.__name__ for x in methods])
+    parser.add_argument("--method", choices=[x.__name__ for x in methods], help="instead, a first "
+                        f"word may be a command: {[x.__name__ for x in commands]}")
     args, argv = parser.parse_known_args(argv)
     transformers.utils.logging.disable_progress_bar()  # only the answer and figures are printed
     try:
@@ -611,8 +654,8 @@ def main(methods: list, commands=(), lossy=(), target: str = "target", argv=None
             if argv[:1] == [command.__name__]:
                 return call(command, argv[1:])
         method = {x.__name__: x for x in methods}.get(args.method, methods[0])
-        decode(method, method in lossy, target, argv)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        decode(method, method in lossy, target, argv, parser)
+    except (KeyboardInterrupt, EOFError) as ended:  # Ctrl-C, or Ctrl-D in a conversation
+        sys.exit(130 if isinstance(ended, KeyboardInterrupt) else 0)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split())[:600])

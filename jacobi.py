@@ -5,9 +5,10 @@ jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until
                 Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
                 Large Language Models", arXiv 2403.00835, Alg. 3
 lookahead       A window of W columns of guesses stands ahead of the text. Each call runs one Jacobi
-                iteration on it, which adds a token to every column. A column of N tokens is an
-                n-gram, and all but its first become guesses. Fu et al., "Break the Sequential
-                Dependency of LLM Inference Using Lookahead Decoding", arXiv 2402.02057
+                iteration on it, which adds a token to every column. A token of each level of the
+                window and the new one are an n-gram, and all but its first become guesses. Fu et
+                al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
+                arXiv 2402.02057
 prompt_lookup   Tokens that followed an earlier copy of the text's last token become guesses.
                 Saxena, "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
@@ -64,8 +65,10 @@ Departures:
   moves by one position a call, and an EOS stays. So a token comes to stand for a later position
   than it was computed for, by one for each accepted guess. Why: n-grams are only guesses.
 - Lookahead's pool. Released code: it has the window's n-grams, and the text's only with
-  POOL_FROM_PROMPT. It is read once the window is full. Here: it has both unless `prompt_ngrams` is
-  off, and is read from the first call. Why: answers repeat the text.
+  POOL_FROM_PROMPT. It holds at most GUESS_SET_SIZE n-grams of a first token, and is read once the
+  window is full. Here: it has both unless `prompt_ngrams` is off, holds all of them, and is read
+  from the first call. An n-gram that comes again counts as the newest. Why: answers repeat the
+  text, and G bounds what a call costs.
 - Prompt lookup. Saxena: a guess has 10 tokens, those after the first match of the last 3 tokens, or
   else of 2 or 1. Here: N - 1 tokens after each of the G newest matches of the last token. Why: one
   pool serves both methods.
@@ -101,9 +104,9 @@ class NgramPool:
         """Remove an n-gram if the pool has it."""
         self.ngrams.get(ngram[0], {}).pop(ngram, None)
 
-    def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
-        """Return at most n n-grams that begin with a token, the newest first."""
-        return list(itertools.islice(reversed(self.ngrams.get(token, {})), n))
+    def newest(self, token: int, most: int) -> list[tuple[int, ...]]:
+        """Return at most `most` n-grams that begin with a token, the newest first."""
+        return list(itertools.islice(reversed(self.ngrams.get(token, {})), most))
 
 
 # -------------------------------------------------------------------------------- the methods
@@ -128,10 +131,10 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
         # Alg. 3, lines 2 and 5: a block is the root and n - 1 random tokens of the prompt
         y = [root, *rng.choices(prompt, k=n - 1)]
         final = 1  # line 3: how many leading tokens of y are final, n_t + 1
-        trajectory = {"states": [y], "final": [final]}
+        record = {"states": [y], "final": [final]}
         if log is not None:
-            log.append(trajectory)
-        while final < n:  # lines 6 and 15, without the call that only confirms the last token
+            log.append(record)
+        while final < n:  # lines 6 and 15
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             chosen = sample(logits, target.places)
@@ -143,12 +146,12 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become what the target chose. The next call chooses
-            # a sample again if the guesses before it were right, since the seed fixes its numbers
+            # Lines 10 and 14: the other guesses become what the target chose. With the numbers of a
+            # seed, too, the next call chooses such a token again if all before it were right
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
-            trajectory["states"].append(y)  # line 12
-            trajectory["final"].append(final)
+            record["states"].append(y)  # line 12
+            record["final"].append(final)
             yield chunk
         root = chunk[-1]  # the last final token: y[-1], or the token after it
 
@@ -198,14 +201,13 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
     """
     if N < 2 or min(W, G) < 1:
         raise InputError(f"--N must be 2 or more, --W and --G 1 or more, got {N=}, {W=}, {G=}")
-    prompt = begin(prompt, target)
+    chunk = begin(prompt, target)  # the prompt is the first chunk of the text
     text = []
-    chunk = prompt  # the prompt is the first chunk of the text
     pool = NgramPool()
     # levels[l][i] guesses the token about i + l positions after the root. The window starts as one
     # level of W + N - 2 tokens, the root and random ones. It loses a column each time that it gets
     # a level, which happens N - 2 times.
-    levels = [[prompt[-1], *random.Random(sample.seed).choices(prompt, k=W + N - 3)]]
+    levels = [[chunk[-1], *random.Random(sample.seed).choices(chunk, k=W + N - 3)]]
     while True:
         text += chunk
         root = text[-1]

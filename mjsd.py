@@ -7,7 +7,8 @@ Inference", arXiv 2407.09722, version 1. Later versions rename MJGD to MTJD, and
     MJSD   accept the longest prefix of a draft x with
            min(1, p(x_{t+1:t+i} | x_{1:t}) / q(x_{t+1:t+i} | x_{1:t})) > τ                  Alg. 1
 
-p is a joint probability under the target, and q is one under the draft model.
+p is a joint probability under the target, and q is one under the draft model. In the code they are
+log_p and log_q.
 
 This is a round of MJSD with gamma = 3 and 2 beams. Each call of the draft model adds a token to
 each beam, and the two likeliest beams stay. Then the target verifies the best beam in one call. The
@@ -41,8 +42,11 @@ Departures:
 - End of an answer. Paper: a beam has γ tokens. Here: an EOS ends a beam, which keeps its joint
   probability and competes with longer beams. Why: tokens after an EOS must not count for or against
   a beam. This favours short answers a little.
-- Sampling. Paper: each beam samples the tokens that may follow it, and it is not said how. Here:
-  they are drawn without replacement. Why: a token drawn twice would make the same beam twice.
+- Sampling. Paper: each beam samples the tokens that may follow it (Section 2.1), and it is not said
+  whether with replacement. Here: without. Why: a token drawn twice would make the same beam twice.
+  The beams draw numbers of their own also with --coupling.
+- Numbers. γ 4, 8 beams and τ 0.1 are those of Table 5. A τ of 1 or more is allowed.
+- A draft whose logits are nan. Here: it has no beam, and the target decodes token by token.
 
 Left out: several verified beams, which a later version of the paper adds as MMTAD.
 """
@@ -112,15 +116,16 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
         unseen = text[draft.length:]  # what the draft has not cached yet
         best = beam_search(draft, unseen, gamma, beams, sample, eos)[0]  # line 3
         x = best.tokens
-        q = best.logps  # q[i] is the draft's joint log-probability of x_1 … x_i
+        log_q = best.logps  # log_q[i] is the draft's joint log-probability of x_1 … x_i
         logits = target.forward([text[-1], *x])  # line 4
-        P = log_probs(logits, sample)  # [len(x) + 1, V]; row i - 1 is the target's for x_i
+        log_P = log_probs(logits, sample)  # [len(x) + 1, V]; row i - 1 is the target's for x_i
         # The paper prints η ← -1 and η ← j. The text of Section 3.2 shows that 0 and i are meant.
-        p = 0.0  # line 6
+        log_p = 0.0  # line 6
         eta = 0
         for i, j in enumerate(x, 1):  # lines 7 and 8
-            p += P[i - 1, j].item()  # line 9
-            if math.exp(min(p - q[i], 0.0)) > tau:  # line 10: min(1, p / q) > τ. Nan never passes
+            log_p += log_P[i - 1, j].item()  # line 9
+            # Line 10: min(1, p / q) > τ. Nan never passes.
+            if math.exp(min(log_p - log_q[i], 0.0)) > tau:
                 eta = i  # line 11: the longest accepted prefix so far
         [t] = sample(logits[eta:eta + 1], target.places[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
@@ -153,8 +158,8 @@ class Beam:
     tokens   the tokens
     logps    logps[i] is the joint log-probability of the first i tokens, in nats. The last item is
              that of the whole beam
-    nodes    the pending nodes of the text's `unseen` tokens (see beam_search), then those of
-             `tokens`. The newest token has none until the search feeds it
+    nodes    the pending nodes of the tokens that the search fed first, and then those of `tokens`.
+             The newest token has none until the search feeds it
     ended    whether the last token is an EOS, so that the beam grows no more
     """
     tokens: list[int]
@@ -163,12 +168,12 @@ class Beam:
     ended: bool
 
 
-def propose_children(logits: torch.Tensor, beams: int,
+def propose_children(logits: torch.Tensor, width: int,
                      sample: Sampler) -> list[list[tuple[int, float]]]:
-    """Choose the tokens that may follow each beam: at most `beams`, and none of probability 0.
+    """Choose the tokens that may follow each beam: at most `width`, and none of probability 0.
 
     logits   [n, V], a row for each beam
-    beams    how many tokens may follow a beam at most
+    width    how many tokens may follow a beam at most
     sample   the sampler. At temperature 0 the tokens are the likeliest ones. Above 0 they are drawn
              without replacement
     returns  for each row a list of pairs (token, its log-probability)
@@ -176,11 +181,11 @@ def propose_children(logits: torch.Tensor, beams: int,
     logp = log_probs(logits, sample)
     score = logp
     if sample.temperature > 0:
-        # Gumbel trick: the k largest of log p + Gumbel noise are k draws without replacement.
-        uniform = sample.uniform(logp.shape, logp.device).clamp(min=1e-30)
-        gumbel = -(-uniform.log()).log()
-        score = logp + gumbel
-    tokens = score.topk(min(beams, logp.shape[-1])).indices  # [n, beams]
+        # The first k of the race of Sampler, of log(p / E), are k draws without replacement. This
+        # is also called the Gumbel trick.
+        E = -sample.uniform(logp.shape, logp.device).clamp(min=1e-30).log()
+        score = logp - E.log()
+    tokens = score.topk(min(width, logp.shape[-1])).indices  # [n, width]
     rows = zip(tokens.tolist(), logp.gather(-1, tokens).tolist())
     return [[(x, v) for x, v in zip(xs, vs) if v > -math.inf] for xs, vs in rows]
 
@@ -226,7 +231,8 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
 
 # -------------------------------------------------------------------------- the command line
 def perplexity(target: CachedLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """Compute the perplexity of outputs under the target's own distribution. Eq. 1, all together.
+    """Compute the perplexity of outputs under the target's own distribution. Eq. 1, over the tokens
+    of all outputs as one sequence.
 
     prompts  token ids of each prompt
     outputs  token ids of the text after each prompt

@@ -3,7 +3,7 @@
 Zhao et al., "Ouroboros: Generating Longer Drafts Phrase by Phrase for Faster Speculative Decoding",
 arXiv 2402.13720
 
-    speed-up = (A(γ + β) + 1) t_target / (γ / c · t_draft + t_target)                        Eq. 6
+    speed-up = (A(γ + β) + 1) t_target / ((γ / c) t_draft + t_target)                        Eq. 6
     A(γ + β)   the mean number of accepted tokens, of γ drafted ones and a suffix of β after them
                (in Eq. 7 a suffix is β - 1 tokens: the first token of its phrase is left out)
     c          how many tokens one draft call drafts, so that γ tokens take γ / c calls
@@ -19,8 +19,8 @@ and the text ends in "sat":
                                                                     drafts d: on, the, mat
     lengthen (3.2) fed     sat ── on ── the ── mat ─┬─ and ── then  one target call is fed the root,
                                                     └─ by ─── me    d and both phrases of "mat"
-    verify         chosen  on     the   mat    and     slept        the choices after sat, on, the,
-                                                       …            mat and "and" are the chunk
+    verify         chosen  on     the   mat    and     slept        the chunk: on, the, mat, and,
+                                                       …            slept
     learn (3.3)    mat and then ─> mat and slept                    in the pool the choices replace
                    mat by me    ─> mat and …                        the tokens of both suffixes
 
@@ -40,11 +40,12 @@ its position: the argmax, or above temperature 0 the sample of the seed.
 
 Departures:
 - Verification. Paper: segments of discarded tokens that match the target's choices make phrases,
-  and unused suffixes are corrected after a full acceptance. Here: any discarded token may begin a
-  phrase, whose last token is the target's choice (see `phrases_of`). All suffixes are corrected in
-  every round. Why: the loop `ouroboros` of the released code (github.com/thunlp/Ouroboros) makes
-  such phrases. It means to correct suffixes after a rejection too, but counts lists there instead
-  of tokens, and so corrects none.
+  and unused suffixes are corrected after a full acceptance. Here: any discarded token, even the
+  rejected one, may begin a phrase, whose last token is the target's choice (see `phrases_of`). All
+  suffixes are corrected in every round. Why: the loop `ouroboros` of the released code
+  (github.com/thunlp/Ouroboros) makes such phrases. It means to correct suffixes after a rejection
+  too, but counts lists there instead of tokens, and so corrects none.
+- Eq. 8. Paper: it is printed for the suffixes 2 … K. Here: all K are verified, as Eq. 9 needs.
 - Sampling. Paper: phrases of verification have tokens that are drawn from the target. Here: they
   have its argmaxes. Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
 - Shared nodes. Paper: each suffix has a v of its own (Eq. 8). Here: equal beginnings share nodes
@@ -92,9 +93,9 @@ class NgramPool:
         """Remove an n-gram if the pool has it."""
         self.ngrams.get(ngram[0], {}).pop(ngram, None)
 
-    def newest(self, token: int, n: int) -> list[tuple[int, ...]]:
-        """Return at most n n-grams that begin with a token, the newest first."""
-        return list(itertools.islice(reversed(self.ngrams.get(token, {})), n))
+    def newest(self, token: int, most: int) -> list[tuple[int, ...]]:
+        """Return at most `most` n-grams that begin with a token, the newest first."""
+        return list(itertools.islice(reversed(self.ngrams.get(token, {})), most))
 
 
 # ------------------------------------------------------------------------------------ the method
@@ -114,7 +115,7 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
     lengthen: lengthen the draft by phrases that begin with its last token (3.2)
     verification: make phrases of what the target discards (3.3)
 
-    Yields chunks of 1 to gamma + W + 2 beta - 2 tokens. For each round it logs {"guessed",
+    Yields chunks of 1 to gamma + 2 beta - 3 + max(W, 2) tokens. For each round it logs {"guessed",
     "accepted", "calls", "matched", "phrases"}. The first two count guesses and accepted guesses,
     those of suffixes among them. "calls" counts draft calls. "matched" is #Match of Eq. 10 for the
     drafted tokens, and counts argmaxes at every temperature. "phrases" is the list of the phrases
@@ -244,15 +245,15 @@ class Drafter:
         """Draft the next tokens in one call.
 
         unseen    the newest tokens of text and draft, which the draft model has not cached. The
-                  last one is the root, below which guesses and window hang
+                  first one is the root of the tree. Guesses and window hang below the last one
         returns   the tokens that follow, 1 or more. All of them but the last are now cached
         """
-        root = unseen[-1]
-        chain = unseen[1:]  # it hangs below the first unseen token, and ends with the root
+        last = unseen[-1]
+        chain = unseen[1:]
         guesses = columns = []  # if phrases are switched off there is neither a guess nor a window
         if self.levels:
-            self.levels[0][0] = root
-            guesses = [list(phrase[1:]) for phrase in self.pool.newest(root, self.G)]
+            self.levels[0][0] = last
+            guesses = [list(phrase[1:]) for phrase in self.pool.newest(last, self.G)]
             columns = columns_of(self.levels)
         ids, parents, paths = trie(unseen[0], [chain + x for x in [[], *guesses, *columns]])
         chosen = greedy(self.draft.forward(ids, parents))

@@ -9,8 +9,8 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
     at the first rejection draw from norm(max(0, p - q)) instead
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
-letters are Leviathan's. Chen swaps p and q, and writes K for γ. The code says `target_probs` and
-`draft_probs`. `verify_tokens` is these two lines.
+letters are Leviathan's. Chen swaps p and q, as the survey does, and writes K for γ. The code says
+`target_probs` and `draft_probs`. `verify_tokens` is these two lines.
 
 Sun's rule is better. It is `verify_block`, below the method, and `--verification block` asks for
 it. It judges the draft as a whole. On average it accepts no fewer guesses, and at temperature 0 the
@@ -33,9 +33,10 @@ token after a draft that is accepted as a whole, which vLLM calls the *bonus tok
 
 Departure:
 - The length of a draft. Paper: always γ. Here: the draft ends after the first guess whose
-  probability is below --confidence, if that is given. Why: guesses after an unlikely one are rarely
-  accepted. The output stays exact: the decision to go on reads only guesses that are drawn already,
-  so every x_i still comes from q_i.
+  probability is below --confidence, if that is given, as transformers' drafts do. Why: guesses
+  after an unlikely one are rarely accepted. The output stays exact: the decision to go on reads
+  only guesses that are drawn already, so every x_i still comes from q_i. And whether x_i is the
+  last guess depends on x_1 … x_i only, which is what `verify_block` needs.
 
 Left out: lenience, which is lossy (Leviathan's App. A.5), and beam search (App. A.4).
 """
@@ -45,7 +46,6 @@ from typing import Iterator
 from common import CachedLM, InputError, Sampler, begin, greedy, main
 
 import torch
-import torch.nn.functional as F
 
 
 # ------------------------------------------------------------------- the rule: guess by guess
@@ -75,8 +75,8 @@ def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
     """
     # After the last guess the draft has no distribution. With 0 for it nothing is subtracted, so
     # the token is drawn from p_{γ+1} itself.
-    q = F.pad(draft_probs, (0, 0, 0, 1))  # [γ+1, V]
-    return sample.draw(residual(probs[accepted], q[accepted])[None]).item()
+    q = draft_probs[accepted] if accepted < len(draft_probs) else torch.tensor(0.0)
+    return sample.draw(residual(probs[accepted], q)[None]).item()
 
 
 def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses: list[int],
@@ -145,7 +145,8 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         accepted, token = verify(target_probs, torch.cat(draft_probs), guesses, sample)
         chunk = [*guesses[:accepted], token]
         text += chunk
-        # Both models forget the rejected guesses. Neither has been fed the new last token.
+        # Both models forget the rejected guesses. Neither has been fed the new last token. The
+        # draft was not fed its last guess either. So after a whole draft it has cached one less.
         target.commit(range(1 + accepted))
         draft.truncate(min(draft.length, len(text) - 1))
         if log is not None:
@@ -163,9 +164,11 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     `verify_tokens` rejects x_1 half of the time.
 
     The rule makes this true: given x_1 … x_i, at least i guesses are accepted with probability
-    joint_i. Sun calls joint_i p_i, and M_b, M_s, τ and η_i are p, q, `accepted` and the coins here:
 
         joint_0 = 1,    joint_i = min(1, joint_{i-1} p(x_i) / q(x_i))
+
+    here       p      q      joint_i    accepted                 a coin for guess i
+    in Sun     M_b    M_s    p_i        τ, the guesses kept      η_i
 
     A coin for each i says whether guess i is accepted, and with it all guesses before it. The coin
     passes with probability h_i. After the last guess nothing follows, so h_γ = joint_γ. Any other
@@ -174,7 +177,7 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
 
         Σ_x min(joint_i p(x), q(x)) = joint_i - Z_i,    Z_i = Σ_x max(0, joint_i p(x) - q(x))
 
-    Guess i is not accepted if neither happens, which determines h_i:
+    Guess i is not accepted if its coin fails and no later guess is accepted. This determines h_i:
 
         1 - joint_i = (1 - h_i) (1 - (joint_i - Z_i)),    so    h_i = Z_i / (Z_i + 1 - joint_i)
 
@@ -197,10 +200,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     h = (Z / (Z + 1 - joint[:-1])).nan_to_num(0)
     h = torch.cat([h, joint[-1:]])[1:]  # [γ, 1], h_1 … h_γ, without h_0
     passed = sample.uniform(h.shape, h.device) < h
-    accepted = 0
-    for i, coin in enumerate(passed[:, 0].tolist(), 1):
-        if coin:
-            accepted = i  # the last coin that passes counts, even if coins before it failed
+    # The last coin that passes counts, even if coins before it failed.
+    accepted = max((i for i, coin in enumerate(passed[:, 0].tolist(), 1) if coin), default=0)
     return accepted, draw_next(scaled, draft_probs, accepted, sample)
 
 
@@ -232,7 +233,7 @@ def report(run) -> str:
     accepted = sum(r["accepted"] for r in run.log)
     # A round rejects one guess, unless all are accepted or the end of the answer cut the round off.
     tried = accepted + sum(r["accepted"] < r["guessed"] and "cut" not in r for r in run.log)
-    alpha = accepted / tried
+    alpha = accepted / max(tried, 1)
     c = (draft.seconds / draft.calls) / (target.seconds / target.calls)
     per_call, speed_up = predict(guessed / len(run.log), alpha, c)
     return (f"accepted {accepted} of {guessed} drafted tokens, {accepted / len(run.log):.2f} a "

@@ -7,37 +7,38 @@ messages go to stderr.
 Read this file from its end. There `perform` does what a command line says. These do the work:
 
     parse_decoding   makes options of the methods' keyword arguments, and parses them (options.py)
-    Session          loads the models that the method takes, and encodes the prompts (loading.py)
+    Session          loads the models that the method takes, and encodes the prompts (prompts.py)
     Session.decode   gives each prompt to the method, in one Run (run.py)
     stream           prints the chunks as text while they come (text.py)
 """
+import io
 import itertools
+import os
 import signal
 import sys
 from argparse import ArgumentTypeError, Namespace
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from logging import getLogger
 from pathlib import Path
 from typing import Callable, Container, Iterator, NamedTuple
 
-from huggingface_hub import utils as hub
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from cli.files import read_prompts
-from cli.graphs import GraphedLM
-from cli.loading import encode_prompts, load_checked
 from cli.options import MODELS, make_sampler, parse_decoding, read_options, select_options
-from cli.run import Run, count_guesses, kind_for
-from cli.text import MOST, prepare_streams, read_input, stream
+from cli.prompts import encode_prompts, read_texts
+from cli.run import Run, count_guesses, doubt_head, kind_for
+from cli.text import MOST, stream
 from cli.trace import make_page, watch
 from cli.trajectory import show_trajectory
 from common import InputError, autoregressive, context_length, eos_ids
-from support.engine import EngineLM, check, doubt_head, require, vocab_size
+from support.engine import EngineLM, require, vocab_size
 from support.files import check_result, shorten, write_text
+from support.graphs import GraphedLM
 from support.invariant import make_invariant
+from support.loading import check, load_checked
 from support.packed import pack
 from support.recurrent import has_states
 
@@ -114,18 +115,15 @@ class Session:
         target, tokenizer = models["target"]
         self.on_gpu = target.device.type == "cuda"
         self.run_as = EngineLM
-        graphs = args.graphs
-        if graphs is None:
-            stateless = not any(map(has_states, self.models.values()))
-            graphs = self.on_gpu and table.graphs and stateless
-        if graphs:
+        stateless = not any(map(has_states, self.models.values()))
+        usual = self.on_gpu and table.graphs and stateless
+        if usual if args.graphs is None else args.graphs:
             self.run_as = GraphedLM
             for model in self.models.values():
                 check(model, partial(GraphedLM, waits=False))  # once more, by what a replay gives
         if args.invariant:
             make_invariant(target, self.run_as)
-        given = [read_input() if text == "-" else text for text in args.prompt or []]
-        self.texts = given or args.prompts or read_prompts()
+        self.texts = read_texts(args.prompt or [], args.prompts)
         self.prompts = encode_prompts(target, tokenizer, self.texts, args.chat)
         self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))
@@ -168,8 +166,7 @@ class Session:
         returns  the run, which has the outputs
         """
         args = self.args
-        terminal = getattr(sys.stdout, "isatty", bool)  # a server's stdout may have no such method
-        colour = args.show == "always" or (args.show == "auto" and terminal())
+        colour = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
         if args.compare and self.on_gpu:  # it loads each kernel when the kernel is first needed
             list(self.answer(self.start_run(method, options), self.prompts[0]))
         run = self.start_run(method, options)
@@ -291,25 +288,21 @@ def stop(number: int, _) -> None:
     raise KeyboardInterrupt(number)
 
 
-@contextmanager
-def borrow_process() -> Iterator[None]:
-    """Set what all of a process shares as a script needs it, and put everything back in the end.
+def prepare_process() -> None:
+    """Set what all of a process shares as a script needs it.
 
-    A command line may run in a notebook or a server, which goes on.
+    stdout and stderr take every character then, since no print must end a run. A file or a pipe
+    gets UTF-8. A terminal may read another encoding, so it keeps its own, and what this encoding
+    lacks is printed as a question mark.
     """
-    with prepare_streams(), ExitStack() as undo:
-        for logger in getLogger("transformers"), getLogger("huggingface_hub"):  # they say much
-            undo.callback(logger.setLevel, logger.level)
-            logger.setLevel("ERROR")
-        silent = hub.are_progress_bars_disabled()
-        undo.callback(hub.disable_progress_bars if silent else hub.enable_progress_bars)
-        if logging.is_progress_bar_enabled():
-            undo.callback(logging.enable_progress_bar)
-        logging.disable_progress_bar()  # here and of the hub
-        with suppress(ValueError):  # only the main thread of a process can set what a signal does
-            before = signal.signal(signal.SIGTERM, stop)  # None: the handler is not Python's
-            undo.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
-        yield
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
+            encoding = stream.encoding if stream.isatty() else "utf-8"
+            stream.reconfigure(encoding=encoding, errors="replace")
+    for name in "transformers", "huggingface_hub":  # they say much
+        getLogger(name).setLevel("ERROR")
+    logging.disable_progress_bar()  # here and of the hub
+    signal.signal(signal.SIGTERM, stop)
 
 
 def run_script(act: Callable[[], int | None]) -> int:
@@ -320,18 +313,23 @@ def run_script(act: Callable[[], int | None]) -> int:
              is 128 and the signal's number after Ctrl-C, SIGTERM and a closed pipe. Otherwise it is
              what `act` returned
     """
-    with borrow_process():
+    prepare_process()
+    try:
+        status = act() or 0
+        sys.stdout.flush()  # what is still to be printed may meet a closed pipe, too
+        return status
+    except BrokenPipeError:  # as of `| head`, which asks for no more words
+        return 128 + 13  # SIGPIPE, which Windows does not have
+    except MISTAKES as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise  # a mistake of this project, not of its user
+        print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stopped:
+        print("\ninterrupted", file=sys.stderr)
+        return 128 + (stopped.args or [signal.SIGINT])[0]
+    finally:
         try:
-            status = act() or 0
-            sys.stdout.flush()  # what is still to be printed may meet a closed pipe, too
-            return status
-        except BrokenPipeError:  # as of `| head`, which asks for no more words
-            return 128 + 13  # SIGPIPE, which Windows does not have
-        except MISTAKES as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
-                raise  # a mistake of this project, not of its user
-            print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt as stopped:
-            print("\ninterrupted", file=sys.stderr)
-            return 128 + (stopped.args or [signal.SIGINT])[0]
+            sys.stdout.flush()
+        except OSError:  # Python would try once more when it ends, and would complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ from inspect import Parameter, getdoc, getfile, signature
 from pathlib import Path
 from typing import Iterable
 
-from cli.files import read_prompts
+from cli.prompts import read_prompts
 from cli.text import Parser
 from common import InputError, Sampler
 from support.engine import MODELS, require

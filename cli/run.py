@@ -6,6 +6,10 @@ from typing import Iterator
 from common import Sampler, greedy, until
 from support.engine import EngineLM
 
+FIRST = 64  # tokens of an answer by which a head is doubted
+ENOUGH = 16  # guesses that must have been tried for that
+MONOTONE = 0.7  # of the tokens are one token: a right head of three guesses is no better than it
+
 
 def kind_for(method, run_as: type[EngineLM], name: str = "target") -> type[EngineLM]:
     """Return the kind of CachedLM that a model of a method runs as.
@@ -127,3 +131,27 @@ class Run:
             first, second = scores.topk(2).values[0].tolist()
             return f"output differs at token {n + 1}: largest scores {first:.5g}, {second:.5g}"
         return ""
+
+
+def doubt_head(text: list[int], log: list[dict]) -> str:
+    """Say in a line that a trained head fits the target badly. An empty text if it does not.
+
+    A head that reads the wrong layers, or whose tokens are shifted, leaves the text as it is, and
+    nobody would notice. Its guesses are compared with one guess for all tokens, the most frequent
+    one. If this one is right more often, the head is doubted. Trees hold several guesses for a
+    token, so only a head that is quite wrong is found. A text of nearly only one token says nothing
+    of a head, since a round also ends if all its guesses were right.
+
+    text   the tokens of an answer, whose first ones are looked at
+    log    the records of its rounds
+    """
+    text, right, tried, end = text[:FIRST], 0, 0, 0
+    for record in log:
+        end += record["accepted"] + 1
+        if record["guessed"] and end <= len(text):  # a round ends with a wrong guess
+            right, tried = right + record["accepted"], tried + record["accepted"] + 1
+    constant = max(map(text.count, text)) / len(text)
+    if tried < ENOUGH or right / tried >= constant or constant > MONOTONE:
+        return ""
+    return (f"\nthe head fits this model badly: {right / tried:.0%} of its guesses are right, and "
+            f"{constant:.0%} would be of one token alone")

@@ -1,70 +1,12 @@
-"""Reads prompts, keeps messages short, and turns tokens into text while they come.
-
-Text that comes in and goes out is UTF-8, whatever the locale of the machine says."""
-import io
-import os
-import sys
+"""Keeps the messages of a command line short, and turns tokens into text while they come."""
 from argparse import ArgumentParser
-from contextlib import ExitStack, contextmanager
 from typing import Iterator
-from unittest.mock import patch
 
 from support.files import shorten
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer says for bytes that are no character yet
 KEPT = 64  # tokens that are decoded once more with every new one
 MOST = 600  # characters of a message
-
-
-# ------------------------------------------------------------------------------- the streams
-
-@contextmanager
-def prepare_streams() -> Iterator[None]:
-    """Make stdout and stderr take every character inside a `with`: no print must end a run.
-
-    A file or a pipe gets UTF-8. A terminal may read another encoding, so it keeps its own, and what
-    this encoding lacks is printed as a question mark. A program without a console may have no
-    streams at all. Then nothing is read, and what is printed is lost.
-    """
-    with ExitStack() as undo:
-        nowhere = undo.enter_context(open(os.devnull, "r+"))
-        for name in "stdin", "stdout", "stderr":
-            undo.enter_context(patch.object(sys, name, getattr(sys, name) or nowhere))
-        for stream in sys.stdout, sys.stderr:
-            if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
-                undo.callback(stream.reconfigure, encoding=stream.encoding, errors=stream.errors)
-                undo.callback(empty_stream, stream, nowhere)  # else reconfigure would, and may fail
-                encoding = stream.encoding if stream.isatty() else "utf-8"
-                stream.reconfigure(encoding=encoding, errors="replace")
-        yield
-
-
-def empty_stream(stream: io.TextIOWrapper, nowhere: io.TextIOWrapper) -> None:
-    """Write what a stream still holds, or forget it if its pipe is closed or its disk is full.
-
-    Else Python would try once more when it ends, and would complain.
-
-    nowhere   a file that takes everything
-    """
-    try:
-        stream.flush()
-    except OSError:
-        pipe = os.dup(stream.fileno())
-        os.dup2(nowhere.fileno(), stream.fileno())
-        stream.flush()
-        os.dup2(pipe, stream.fileno())
-        os.close(pipe)
-
-
-def read_input() -> str:
-    """Return the text on standard input, whose own settings stay.
-
-    It is UTF-8, may begin with a byte order mark, and may have the line ends of any system.
-    UnicodeError if it is not UTF-8.
-    """
-    if not isinstance(sys.stdin, io.TextIOWrapper):
-        return sys.stdin.read()
-    return io.TextIOWrapper(io.BytesIO(sys.stdin.buffer.read()), "utf-8-sig").read()
 
 
 class Parser(ArgumentParser):

@@ -29,7 +29,7 @@ def print_states(states: list[list[int]], tokenizer) -> None:
     Right tokens are green and wrong ones red. Where stdout is no terminal, wrong tokens stand in
     brackets instead.
     """
-    terminal = getattr(sys.stdout, "isatty", bool)()  # a server's may have no such method
+    terminal = sys.stdout.isatty()
     y_star = states[-1]
 
     def cell_of(token: int, right: int) -> str:

@@ -37,20 +37,20 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED = str(ROOT / "models/target")
 sys.path.insert(0, str(ROOT))
-from cli.__main__ import list_files  # noqa: E402
-from cli.files import read_rows  # noqa: E402
-from cli.graphs import GraphedLM  # noqa: E402  (the path is set above)
-from cli.loading import encode_prompts, load_checked  # noqa: E402
+from cli.__main__ import list_files  # noqa: E402  (the path is set above)
 from cli.main import Table, run_script  # noqa: E402
 from cli.options import (MODELS, make_sampler, parse_decoding, read_options,  # noqa: E402
                          select_options)
+from cli.prompts import encode_prompts, read_rows  # noqa: E402
 from cli.run import Run, kind_for  # noqa: E402
 from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, autoregressive, context_length, eos_ids  # noqa: E402
-from models import tasks  # noqa: E402
 from hybrid.hybrid import GUESSES  # noqa: E402
-from support.engine import EngineLM, check, depth_of, vocab_size  # noqa: E402
+from models import tasks  # noqa: E402
+from support.engine import EngineLM, depth_of, vocab_size  # noqa: E402
+from support.graphs import GraphedLM  # noqa: E402
 from support.invariant import make_invariant  # noqa: E402
+from support.loading import check, load_checked  # noqa: E402
 from support.packed import is_packed, pack  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
 

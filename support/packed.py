@@ -11,8 +11,10 @@ loops. Packing puts the numbers of a weight into such blocks, once.
     packed               0.8    0.9    1.0    1.1    1.4    135M parameters, two cores with AVX2)
 
 The blocks take the place of the weight, so no memory is needed twice. An LM head whose numbers are
-the embeddings too is an exception, since embeddings cannot be looked up in blocks. And no blocks
-can hold old numbers, since there are no others: a write to the weight changes the blocks, or fails.
+the embeddings too is an exception, since embeddings cannot be looked up in blocks. A write to a
+packed weight fails. After a write to the embeddings the head reads these, and its blocks are gone.
+What PyTorch does not count is not noticed: a write by NumPy, by a fused optimizer or to an address.
+The tensors of a packed model's `state_dict` are copies.
 
 This is about speed alone. The products are the same, up to rounding. Weights on a GPU are not
 packed, nor weights of a type that oneDNN cannot multiply on this CPU. Only x86 processors pack,
@@ -25,64 +27,96 @@ from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
-from torch.nn import Embedding, Linear, Parameter
+from torch.nn import Embedding, Linear, ModuleList, Parameter
+
+from common import InputError
 
 OPS = torch.ops.mkldnn
 LEAST = 1 << 16  # numbers in a weight. For smaller ones a call of oneDNN costs more than it saves
 ROWS = 8  # oneDNN chooses the size of its blocks for calls of so many rows
 SOME = 8  # so many layers of a size are timed. Together they do not fit into a core's cache
+# What can be asked of a weight in blocks, since no numbers are needed for an answer
+READS = {*"""__len__ device dim dtype element_size grad grad_fn is_complex is_cpu is_cuda
+is_floating_point is_inference is_meta is_mkldnn layout ndim nelement numel requires_grad
+requires_grad_ shape size""".split()}
 
 
 class Blocks(Parameter):
     """A weight in blocks, which only PackedLinear reads. A copy of it is an ordinary weight.
 
-    table   the embeddings whose numbers these are too. A copy of both is one weight again
+    Its size, its type and the like can be asked for. All else raises an InputError, since a write
+    could spare the padding of the blocks, or change a copy that nobody reads.
+
+    inside    the blocks, a tensor that oneDNN multiplies by
+    table     the embeddings whose numbers these are too. A copy of both is one weight again. None:
+              there are none
+    writes    of how many writes to the embeddings the blocks have the result
     """
     table = None
 
-    def __deepcopy__(self, memo: dict) -> Parameter:
-        if self.table is not None:
-            return deepcopy(self.table, memo)
-        if id(self) not in memo:
-            memo[id(self)] = ordinary(self)
-        return memo[id(self)]
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), options=None):
+        asked = getattr(function, "__self__", function)  # of a property, its descriptor
+        if getattr(asked, "__name__", "") not in READS:
+            raise InputError("expected packed weights to be left as they are: to read, write or "
+                             "move them, unpack the model first")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **options or {})
 
-    def __reduce_ex__(self, protocol) -> tuple:
-        return ordinary, (ordinary(self),)
+    def __deepcopy__(self, memo: dict) -> Parameter:
+        return plain(self) if self.table is None else deepcopy(self.table, memo)
+
+
+class Table(Parameter):
+    """Embeddings whose numbers are in the blocks of an LM head too.
+
+    Elsewhere PyTorch does not count what is written through `data`. Here it does.
+
+    replaced   how often `data` was set, which does not count either
+    """
+    replaced = 0
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        Parameter.data.__set__(self, new)
+        self.replaced += 1
+
+    def count_writes(self) -> int:
+        """Count the writes to the embeddings so far."""
+        return self._version + self.replaced
 
 
 class PackedLinear(Linear):
     """A linear layer whose weight may lie in blocks.
 
-    It computes as an ordinary layer does where gradients are computed, under autocast, and once it
-    was moved to a GPU or to another type.
+    It computes as an ordinary layer does where gradients are computed, and under autocast. Once the
+    embeddings whose numbers it has too were written to, it reads these instead.
     """
 
-    @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute what torch.nn.Linear computes: x [..., in] gives [..., out].
-
-        torch.compile leaves this layer as it is, since it knows nothing of blocks.
-        """
-        if not self.weight.is_mkldnn:
+        """Compute what torch.nn.Linear computes: x [..., in] gives [..., out]."""
+        weight = self.weight
+        if type(weight) is not Blocks:
+            return super().forward(x)
+        if weight.table is not None and weight.table.count_writes() > weight.writes:
+            self.weight = weight.table
             return super().forward(x)
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return F.linear(x, plain(self.weight), self.bias)
+            return F.linear(x, plain(weight), self.bias)
         rows = x.numel() // self.in_features
         size = round_up(rows)
         if size == rows:
-            return multiply(x, self.weight, self.bias)
+            return multiply(x, weight.inside, self.bias)
         filled = F.pad(x.reshape(rows, -1), (0, 0, 0, size - rows))
-        return multiply(filled, self.weight, self.bias)[:rows].view(*x.shape[:-1], -1)
-
-    def _apply(self, change, *args, **options):
-        """Move the layer, or change its type, as Module.to does: it is an ordinary one then."""
-        unpack(self)
-        return super()._apply(change, *args, **options)
+        return multiply(filled, weight.inside, self.bias)[:rows].view(*x.shape[:-1], -1)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = plain(destination[f"{prefix}weight"])
+        for name, x in self.named_parameters(recurse=False):
+            destination[f"{prefix}{name}"] = plain(x) if keep_vars else plain(x).detach()
 
 
 def multiply(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -99,18 +133,13 @@ def round_up(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def plain(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as PyTorch has it. One that lies in blocks is copied out of them."""
-    return weight.to_dense(weight.dtype) if weight.is_mkldnn else weight
-
-
-def ordinary(weight: Parameter) -> Parameter:
-    """Return a parameter as PyTorch has it: itself, the embeddings, or a copy out of blocks."""
-    if not weight.is_mkldnn:
+def plain(weight: Parameter) -> Parameter:
+    """Return a weight as PyTorch has it: itself, the embeddings, or a copy out of blocks."""
+    if type(weight) is not Blocks:
         return weight
     if weight.table is not None:
         return weight.table
-    return Parameter(plain(weight.detach()), weight.requires_grad)
+    return Parameter(weight.inside.to_dense(weight.dtype), weight.requires_grad)
 
 
 def list_types() -> set[torch.dtype]:
@@ -131,22 +160,25 @@ def list_types() -> set[torch.dtype]:
 def pack(model: torch.nn.Module) -> torch.nn.Module:
     """Pack the large weights of a model or of a trained part, in place, where that is faster.
 
-    returns  the same model. To train its weights, `unpack` it. It can be copied and saved, and the
-             copy is not packed
+    returns  the same model. To move it, or to train its weights, `unpack` it. It can be copied and
+             saved, and the copy is not packed
     """
-    types, alike = list_types(), defaultdict(list)
+    types, layers_of, alike = list_types(), defaultdict(list), defaultdict(list)
     for part in model.modules():
         if is_usual(part) and part.weight.numel() >= LEAST:
-            if part.weight.is_cpu and part.weight.dtype in types and not part.weight.is_mkldnn:
-                alike[part.weight.shape, part.weight.dtype].append(part)
+            if part.weight.is_cpu and part.weight.dtype in types:
+                layers_of[part.weight].append(part)
+    for weight, layers in layers_of.items():
+        alike[weight.shape, weight.dtype].append(layers)
+    layers_of.clear()  # or no weight would be freed before all are packed
     tables = {part.weight for part in model.modules() if isinstance(part, Embedding)}
-    for layers in alike.values():
-        faster = is_faster(layers[:SOME], tables)
-        for layer in layers:
+    for sharing in alike.values():
+        faster = is_faster(sharing[:SOME], tables)
+        for layers in sharing:
             if faster:
-                pack_layer(layer, tables)
+                pack_layers(layers, tables)
             else:
-                unpack(layer)
+                unpack(ModuleList(layers))
     return model
 
 
@@ -157,37 +189,46 @@ def is_usual(part: torch.nn.Module) -> bool:
     of its own. Such layers are left as they are.
     """
     usual = type(part) in (Linear, PackedLinear) and "forward" not in vars(part)
-    return usual and type(part.weight) in (Parameter, Blocks) and not part.weight.is_inference()
+    return usual and type(part.weight) in (Parameter, Table) and not part.weight.is_inference()
 
 
 def is_packed(model: torch.nn.Module) -> bool:
     """Tell whether some weights of a model are in blocks."""
-    return any(weight.is_mkldnn for weight in model.parameters())
+    return any(type(weight) is Blocks for weight in model.parameters())
 
 
-def pack_layer(layer: Linear, tables: set[Parameter]) -> None:
-    """Put the weight of a layer into blocks, if it is not in blocks yet.
+def pack_layers(layers: list[Linear], tables: set[Parameter]) -> None:
+    """Put the weight that some layers share into blocks, if it is not in blocks yet.
 
     tables   the weights of the model's embeddings
     """
-    layer.__class__ = PackedLinear
-    weight = layer.weight
-    if not weight.is_mkldnn:
-        blocks = OPS._reorder_linear_weight(weight.detach(), ROWS)
-        layer.weight = Blocks(blocks, weight.requires_grad)
-        layer.weight.table = weight if weight in tables else None
+    weight = layers[0].weight
+    if type(weight) is Blocks:
+        return
+    inside = OPS._reorder_linear_weight(weight.detach(), ROWS)
+    blocks = Blocks(inside, weight.requires_grad)
+    blocks.inside = inside
+    if weight in tables:
+        weight.__class__ = Table
+        blocks.table, blocks.writes = weight, weight.count_writes()
+    for layer in layers:
+        layer.__class__ = PackedLinear
+        layer.weight = blocks
 
 
-def is_faster(layers: list[Linear], tables: set[Parameter]) -> bool:
+def is_faster(sharing: list[list[Linear]], tables: set[Parameter]) -> bool:
     """Pack layers, and tell whether a call of one row and one of 8 take less time together now.
 
     This differs between types, sizes and processors. For one row a packed model took 0.7 of the
     time on one CPU, and 1.3 of it on another.
+
+    sharing   the layers, in lists of those that share a weight
     """
-    before = time_calls(layers)
-    for layer in layers:
-        pack_layer(layer, tables)
-    return time_calls(layers) < before
+    first = [layers[0] for layers in sharing]
+    before = time_calls(first)
+    for layers in sharing:
+        pack_layers(layers, tables)
+    return time_calls(first) < before
 
 
 @torch.inference_mode()
@@ -206,7 +247,10 @@ def time_calls(layers: list[Linear]) -> float:
 
 def unpack(model: torch.nn.Module) -> torch.nn.Module:
     """Give a model its weights back as PyTorch has them, in place, and return it."""
+    made = {}  # layers that share a weight get one weight again
     for part in model.modules():
         if type(part) is PackedLinear:
-            part.weight = ordinary(part.weight)
+            if part.weight not in made:
+                made[part.weight] = plain(part.weight)
+            part.weight = made[part.weight]
     return model

@@ -58,9 +58,12 @@ class RecurrentLM(CachedLM):
     """Be a CachedLM whose layers may have states. A model without such layers runs as in CachedLM.
 
     recurrent  whether some layers have states. Then `cache` is a RecurrentCache
-    text       the tokens of the context and then those of the pending nodes, as a recurrent model
-               was fed them. A node that was fed as an embedding is None
+    keeps      whether `start` keeps the beginning that the old and the new text share, as in a
+               conversation. The model must not have changed between them
+    text       with `keeps`, and of a recurrent model: the tokens of the context, and then those of
+               the pending nodes. A node that was fed as an embedding is None
     """
+    keeps = False
     KINDS = (*CachedLM.KINDS, "linear_attention", "conv", "hybrid", "mlp", "moe")
 
     def __init__(self, model, vocab: int | None = None):
@@ -71,7 +74,7 @@ class RecurrentLM(CachedLM):
 
     def forward(self, ids, parents: list[int] | None = None, **options) -> torch.Tensor:
         logits = super().forward(ids, parents, **options)
-        if self.recurrent:
+        if self.recurrent or self.keeps:
             ids = torch.as_tensor(ids)
             self.text += ids.tolist() if ids.ndim == 1 else [None] * len(ids)
         return logits
@@ -92,7 +95,7 @@ class RecurrentLM(CachedLM):
     def commit(self, path: list[int]) -> None:
         first = self.length
         super().commit(path)
-        if self.recurrent:
+        if self.recurrent or self.keeps:
             self.text[first:] = [self.text[first + node] for node in path]
 
     def truncate(self, length: int) -> None:
@@ -107,9 +110,9 @@ class RecurrentLM(CachedLM):
                 raise InputError("expected a recurrent model that was fed tokens, got embeddings")
             return CachedLM.start(self, self.text[:length])
         super().truncate(length)
+        del self.text[length:]
         if self.recurrent:
             self.cache.truncate(length)
-            del self.text[length:]
 
 
 def has_states(model) -> bool:

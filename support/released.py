@@ -393,7 +393,7 @@ def load_dflash(path: str | Path, title: str, model, make: Callable[[dict], Part
 def some_weights(part: torch.nn.Module) -> list[float]:
     """Take the fingerprint of a head: the first 8 numbers of each tensor that can be trained."""
     trained = [p for p in part.parameters() if p.requires_grad]
-    numbers = torch.cat([plain(p.detach()).flatten()[:8].float().cpu() for p in trained])
+    numbers = torch.cat([plain(p).detach().flatten()[:8].float().cpu() for p in trained])
     return [float(f"{x:.4g}") for x in numbers.tolist()]
 
 

@@ -56,8 +56,9 @@ from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
 from support.clock import MOST, Choice, Clock
-from support.engine import MODELS, EngineLM, check
+from support.engine import MODELS, EngineLM
 from support.layers import make_config
+from support.loading import check
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens

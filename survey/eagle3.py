@@ -39,8 +39,9 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
 from common import Sampler, greedy
-from support.engine import MODELS, EngineLM, check
+from support.engine import MODELS, EngineLM
 from support.layers import choose_taps, make_config, read_taps, tap_widths
+from support.loading import check
 from support.packed import plain
 from support.parts import Part, head_for, load_trained, save_trained, score_with
 from support.released import fill_layer, is_released, read_eagle3
@@ -135,7 +136,7 @@ class Eagle3Layer(Part):
             lm.model.norm, lm.lm_head.norm = lm.lm_head.norm, lm.model.norm
         self.norms = torch.nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps)
                                          for width in widths if form.fc_norm)
-        rows = plain(model.get_output_embeddings().weight.detach())
+        rows = plain(model.get_output_embeddings().weight).detach()
         if rows.shape[1] == self.h:
             lm.lm_head.weight.data.copy_(rows[self.vocab])
         model.requires_grad_(False)

@@ -60,7 +60,7 @@ import sys
 from contextlib import contextmanager
 from typing import Iterator
 
-from common import KVCache, Sampler, begin, greedy
+from common import FAR, KVCache, Sampler, begin, greedy
 from speculative import verify_block as verify
 from support.engine import EngineLM, grouped_attention, require
 from support.layers import move_counts
@@ -138,13 +138,12 @@ class PartialLM(EngineLM):
         super().truncate(length - self.skipped)
 
     def layout(self, parents: list[int], n: int):
-        """Compute the positions of the newest n nodes in the whole text, and the mask of what they
-        see. All of them see the kept rows."""
-        positions, mask = super().layout(parents, n)
-        masks = mask if isinstance(mask, dict) else {"all": mask}
-        masks = {kind: F.pad(x, (self.prefix, 0)) for kind, x in masks.items()}
-        positions = (positions + self.skipped).clamp(max=self.max_length - 1)
-        return positions, masks.get("all", masks)
+        """Compute what CachedLM's `layout` does, in the whole text. All nodes see the kept rows."""
+        visible, *positions = super().layout(parents, n)
+        visible = F.pad(visible, (self.prefix, 0), value=True)
+        rows, slots = (x + self.skipped for x in positions)
+        rows = rows.clamp(max=self.max_length - 1)
+        return visible, rows, F.pad(slots, (self.prefix, 0), value=FAR)
 
 
 def choose_ends(lm: EngineLM, sinks: int, window: int) -> tuple[dict[int, torch.Tensor], int]:

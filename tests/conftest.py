@@ -15,7 +15,7 @@ torch.backends.cuda.matmul.allow_tf32 = False
 
 import families  # noqa: E402  (the path is set above)
 from families import near, tiny  # noqa: E402
-from support.engine import load  # noqa: E402
+from support.loading import load  # noqa: E402
 
 
 def pytest_addoption(parser):

@@ -22,7 +22,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, Cohere2Config, Coher
                           OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
                           StableLmConfig)
 
-from support.engine import check
+from support.loading import check
 
 DEVICE = "cpu"
 VOCAB, CONTEXT = 61, 160

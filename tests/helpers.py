@@ -12,16 +12,17 @@ import os
 import signal
 import sys
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 from cli.commands import main as run_command_line
+from cli.main import run_script
 from cli.run import count_guesses
 from common import until
-from support.engine import load
+from sources import ROOT
+from support.loading import load
 
-ROOT = Path(__file__).resolve().parent.parent
+CLOSE = dict(atol=1e-4, rtol=1e-4)  # of numbers in float32
 loaded = functools.cache(load)  # for command lines in one process: each model is read once
 
 
@@ -54,7 +55,8 @@ def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
     """Run the command line of cli/, even if argparse ends the process, and return the exit
     status."""
     try:
-        return run_command_line(argv, methods=methods, report=report, **table)
+        return run_script(
+            lambda: run_command_line(argv, methods=methods, report=report, **table))
     except SystemExit as end:
         return end.code
 

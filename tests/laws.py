@@ -2,6 +2,7 @@
 test counts against a law.
 
     law(logits_of, sample, prompt, n)    what n sampled tokens must follow: the chain rule
+    random_pairs()                       pairs p, q that a rule is tried on
     chi_square_ok(counts, law)           whether these counts may come from this law
     outcomes(experiment)                 every way in which an experiment of choices can end, with
                                          its probability, which is exact: nothing is drawn
@@ -22,6 +23,15 @@ def law(logits_of, sample, prompt: list[int], n: int, vocab: int = 4) -> torch.T
             probs = sample.probs(logits_of([*prompt, *tokens]))
             result[tokens] *= probs.view(vocab, *[1] * (n - 1 - i))
     return result.flatten()
+
+
+def random_pairs():
+    """Yield pairs of distributions p, q that are close, far apart, equal, one-hot or have zeros."""
+    torch.manual_seed(0)
+    for scale in (0.3, 1.0, 3.0):
+        yield tuple((scale * torch.randn(4)).double().softmax(-1) for _ in "pq")
+    p, (x, y, z, _) = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), torch.eye(4).double()
+    yield from ((p, p), ((x + y) / 2, p), (p, 0.2 * y + 0.8 * z), (z, z), (z, y))
 
 
 def chi_square_ok(counts: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -17,7 +17,6 @@ status is 1 if any mutant survives. Ctrl-C ends it, and removes the copy.
 """
 import argparse
 import ast
-import functools
 import importlib
 import os
 import shutil
@@ -29,7 +28,8 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from sources import ROOT, find_functions, list_files, read
+
 LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", "work")  # of the copy
 LIMIT = 3600  # seconds for the tests of a mutant: one that never ends is killed too
 
@@ -46,17 +46,16 @@ MUTANTS = {
         ("logits.reshape(-1, logits.shape[-1])", "logits",
          "top_p is given three dimensions, of which it makes nan"),
         ("not rows.amax(-1).isfinite().all()", "False", "logits that are nan choose a token"),
-        ("(positions[0, n - keep:] + 1)", "positions[0, n - keep:]", "a place is one too small"),
+        ("(positions[n - keep:] + 1)", "positions[n - keep:]", "a place is one too small"),
         ("hash((self.seed, place))", "hash(self.seed)", "all places share their numbers"),
         ("torch.rand(V, dtype=torch.float64, generator", "torch.rand(V, generator",
          "numbers of float32, by which no token is rare"),
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
          "a draft remembers the smallest of its targets")],
     "support/engine.py": [
-        ('"lora_" in name or ', "", "LoRA beside the weights is dropped"),
-        ("self.parts = taps, []", "self.parts = taps or self.taps, []",
+        ("self.taps, self.known = taps, None", "self.taps, self.known = taps or self.taps, None",
          "a method reads the features of an earlier one"),
-        ("torch.cat(self.parts) if self.parts", "self.parts[-1] if self.parts",
+        ("known[first:self.length] = rows", "known[:len(rows)] = rows",
          "features of a long prompt are those of its last part"),
         ("expand(-1, heads // key.shape[1], -1, -1)", "repeat_interleave(heads // key.shape[1], 2)",
          "rows of grouped heads get each other's masks")],
@@ -68,7 +67,7 @@ MUTANTS = {
         ("left = (p - q).clamp(min=0)", "left = (p - q).abs()", "the residual takes |p - q|"),
         ("(joint[i] * ratio)", "ratio", "a block forgets what the guesses before had left"),
         ("passed.cumprod(0).sum()", "passed.sum()", "guesses behind a rejected one count"),
-        ("draw(residual(probs[accepted], q[accepted])[None])", "draw(probs[accepted][None])",
+        ("draw(residual(probs[accepted], q)[None])", "draw(probs[accepted][None])",
          "after a rejection the target's p, not the residual, is drawn from"),
         ("q = sample.probs(logits, draft.places[-1:])  # [1, V]", "q = logits.softmax(-1)",
          "the draft forgets temperature, top-k and top-p"),
@@ -114,16 +113,18 @@ MUTANTS = {
     "mjsd.py": [
         ("[beam for beam in found if beam.ended]", "[]", "a beam that ended is lost"),
         ("[beam.logps[-1] + logp]", "[logp]", "beams are ranked by their last token alone"),
-        ("p += P[i - 1, j]", "p = P[i - 1, j]", "the target's probabilities are not joint"),
+        ("log_p += log_P[i - 1, j]", "log_p = log_P[i - 1, j]",
+         "the target's probabilities are not joint"),
         ("P[i - 1, j]", "P[i, j]", "a token is scored by the row after it"),
         ("text[draft.length:]", "text[-1:]", "the draft never sees an accepted leaf")],
     "bita.py": [
-        ("+= [parent]", "+= [level[0]]", "the full tree gives its children to the wrong parents"),
+        ("itertools.product(*candidates)", "zip(*candidates)",
+         "the full tree lacks most of its paths"),
         ("[False] * n + [True]", "[False] * n + [False]", "masks do not see the prompt tokens"),
-        ("group = groups[path[-1]]", "group = groups[0]", "candidates come from the root's masks"),
+        ("else groups[path[-1]]", "else groups[0]", "candidates come from the root's masks"),
         ("repeat(B, anchors.shape[1], 1)", "repeat_interleave(anchors.shape[1], 0).repeat(B, 1, 1)",
          "masks of a group are all the same one"),
-        ("(P, 0), value=10 ** 9", "(P, 0), value=-10 ** 9", "windows hide the prompt tokens"),
+        ("(P, 0), value=FAR", "(P, 0), value=-FAR", "windows hide the prompt tokens"),
         ("            adam.zero_grad()\n", "", "gradients of earlier updates add up"),
         ("            rate.step()\n", "", "the learning rate stays as it is"),
         ("    fresh = ", "    fresh = path  # ", "a file is half made for a while"),
@@ -131,7 +132,7 @@ MUTANTS = {
         ("        save_tuning(out, tuning, model)\n        print", "        print",
          "Ctrl-C loses what was learnt")],
     "cllm.py": [
-        ('and not eos & set(r["states"][-1][1:])]', "]", "blocks that an EOS cuts count"),
+        ('and not eos & set(block["states"][-1][1:])]', "]", "blocks that an EOS cuts count"),
         ("in states if y != y_star", "in states[:-1]", "a state that is y* already is learnt from"),
         ("compared]].detach()", "compared]]", "the teacher learns from its student"),
         ("(log_teacher.exp() *", "(log_student.exp() *", "D is the reverse KL divergence"),
@@ -261,7 +262,12 @@ MUTANTS = {
     "support/packed.py": [
         ("if torch.is_grad_enabled() or", "if", "no gradient flows through packed layers"),
         ("1 << (rows.bit_length() - 3)", "1", "oneDNN keeps memory for each length of a text"),
-        ("weight if weight in tables else None", "None", "copies of packed models are not tied"),
+        ("if weight in tables:", "if False:", "copies of packed models are not tied"),
+        ("not in READS", "in ()", "writes to blocks pass"),
+        ("return self.detach()", "return Parameter.data.__get__(self)",
+         "a head does not notice what is written to `data` of its embeddings"),
+        ("self.replaced += 1", "pass", "nor that their `data` is replaced"),
+        ("if part.weight not in made:", "if True:", "a weight that layers shared becomes two"),
         ("(x, blocks, bias,", "(x, blocks, None,", "packed layers lose their bias")],
     "support/parts.py": [
         ("if found != kind:", "if not found:", "a file of another kind passes"),
@@ -305,15 +311,12 @@ MUTANTS = {
         ('== (split == "test")', 'or split != "test"', "held-out templates are shown in training"),
         ('if "ORDER BY" not in query:', "if True:", "the order of rows never counts"),
         ("subprocess.TimeoutExpired:", "KeyError:", "a function that runs for ever is an error")],
-    "cli/commands.py": [
-        ("if isinstance(value, list):", "if False:", "calls of tools may be left out"),
-        ("if len(messages) < 2 or messages", "if messages", "an answer to nothing is learnt"),
-        ("ended, len(answer) + 1", "ended, len(answer)", "an answer that is learnt does not end")],
-    "cli/graphs.py": [
+    "support/graphs.py": [
         ("features[:n].clone()", "features[:n]", "the next replay overwrites the features"),
         ("value=-torch.inf) for x in masks", "value=0.0) for x in masks", "unseen slots are seen"),
         ("name = self.cache.slots, ", "name = 0, ", "graphs of old buffers are replayed")],
-    "cli/loading.py": [
+    "support/loading.py": [
+        ('"lora_" in name or ', "", "LoRA beside the weights is dropped"),
         ('if (folder / "adapter_config.json").exists():', "if False:",
          "an adapter is loaded without its base")],
     "cli/main.py": [
@@ -325,6 +328,10 @@ MUTANTS = {
         ("args and name not in", "args and name in", "an option of another method is ignored"),
         ("args.min_p, args.seed,", "args.min_p, 0,", "--seed is ignored"),
         ("name in args}", "name in args and vars(args)[name]}", "an option of 0 is forgotten")],
+    "cli/prompts.py": [
+        ("if isinstance(value, list):", "if False:", "calls of tools may be left out"),
+        ("if len(messages) < 2 or messages", "if messages", "an answer to nothing is learnt"),
+        ("ended, len(answer) + 1", "ended, len(answer)", "an answer that is learnt does not end")],
     "cli/run.py": [
         ("until(chunks, limit, self.eos)", "until(chunks, limit, ())", "EOS is ignored"),
         ("perf_counter() - self.setup", "perf_counter()", "set-up counts as decoding")],
@@ -350,12 +357,6 @@ class Mutant(NamedTuple):
     source: str
 
 
-@functools.cache
-def read(file: str) -> str:
-    """Read a file of the project."""
-    return (ROOT / file).read_text(encoding="utf-8")
-
-
 def list_written() -> list[Mutant]:
     """Return the mutants of MUTANTS. Raises ValueError if a file does not have a text once."""
     found = []
@@ -370,26 +371,9 @@ def list_written() -> list[Mutant]:
 
 # ------------------------------------------------------------------------------ tests that guard
 
-@functools.cache
-def list_files(*folders: str) -> list[str]:
-    """Return the paths of the Python files of some folders."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).glob("*.py"))]
-    return [path.relative_to(ROOT).as_posix() for path in paths]
-
-
 def list_product() -> list[str]:
     """List the files that can have mistakes."""
     return list_files(".", "cli", "hybrid", "models", "results", "support", "survey", "training")
-
-
-@functools.cache
-def find_functions(file: str, keyword: str = "methods") -> list[str]:
-    """Return the functions that a file lists in its COMMAND_LINE, by default its methods."""
-    for node in ast.parse(read(file)).body:
-        if ast.unparse(node).startswith("COMMAND_LINE = "):
-            lists = {x.arg: getattr(x.value, "elts", []) for x in node.value.keywords}
-            return [x.id for x in lists.get(keyword, [])]
-    return []
 
 
 ROWS = {  # lines of the table of all methods, besides those that a file's methods name

@@ -15,7 +15,7 @@ from mjsd import mjgd
 from speculative import speculative
 from support import bridge
 from support.bridge import run_method
-from test_lossless import METHODS, PROMPT
+from methods import METHODS, PROMPT
 
 MODEL, IDS = tiny("gpt2"), torch.tensor([PROMPT])
 PLAIN = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=20, pad_token_id=1)

@@ -1,10 +1,8 @@
 """These tests run command lines: where input and output go, right and wrong options, tuning,
 commands and interruptions."""
-import contextlib
 import importlib
 import io
 import json
-import random
 import re
 import shlex
 import shutil
@@ -18,15 +16,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import utils as hub
 from transformers.utils import logging
 
-from cli.files import read_prompts
-from cli.graphs import GraphedLM
+from cli.commands import main as call_command_line
 from cli.main import explain_slowdown, run_script
 from cli.options import fits, read_options, read_ranges, select_options, write_option
+from cli.prompts import read_prompts
 from cli.run import Run
-from cli.trace import make_page
 from cllm import cllm
 from common import CachedLM, InputError, autoregressive, greedy
 from fake_models import counting
@@ -36,11 +32,11 @@ from mjsd import mjgd, mjsd
 from ouroboros import ouroboros
 from speculative import speculative
 from support.engine import EngineLM
-from support.files import PAGE, check_result
+from support.graphs import GraphedLM
 from support.layers import move_counts
-from test_structure import FILES, functions_of
-from training import loop as training
+from sources import FILES, functions_of
 from support.settings import Settings
+from training import loop as training
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -50,7 +46,7 @@ ONE, TWO = ["--prompt", SHORT], ["--prompt", SHORT, "--prompt", PROMPT]
 
 @pytest.fixture(autouse=True)
 def load_once(monkeypatch):
-    monkeypatch.setattr("cli.loading.load", loaded)
+    monkeypatch.setattr("support.loading.load", loaded)
 
 
 @pytest.fixture
@@ -262,7 +258,7 @@ def test_memory_that_is_used_up(ask, monkeypatch):
     """It is said in one line."""
     def full(*_, **__):
         raise RuntimeError("can't allocate memory:\nyou tried 9 GiB")
-    monkeypatch.setattr("cli.loading.load", full)
+    monkeypatch.setattr("support.loading.load", full)
     assert "9 GiB" in refusal(ask(*ONE))
 
 
@@ -439,30 +435,6 @@ def test_a_head_whose_tokens_are_shifted_is_doubted(name, ask, monkeypatch):
         assert ("\nthe head fits this model badly: " in err) == (shift == 1), err
 
 
-def test_nothing_that_is_there_is_replaced(tmp_path, ask):
-    """A result replaces neither a folder nor a file, even one of the same command. Two kinds of
-    file are taken all the same: a page that is made again, and a file with which a stopped run goes
-    on."""
-    folder, file = tmp_path / "model", tmp_path / "file"
-    argv = ["export", "--tuning", f"{ROOT}/models/layerskip.safetensors", "--device", "cpu",
-            "--out", str(folder)]
-    assert ask(*argv, file="survey.layerskip")[0] == 0
-    assert "new place" in refusal(ask(*argv, file="survey.layerskip"))
-    page, lines = make_page([], {}), '{"prompt": [3], "answer": [5], "drafted": 2}\n'
-    others = [(ROOT / x).read_text() for x in (".github/decode.svg", "cli/trace.html")]
-    others += ["", "a", '{"prompt": "a"}\n', '{\n "a": 1}', "<!doctype html><title>Mine</title>"]
-    for text, kinds in (page, 1), (lines, 1), *((text, 0) for text in others):
-        file.write_text(text)
-        taken = 0
-        for begins in "", PAGE, r'\{"prompt": \[':
-            with contextlib.suppress(InputError):
-                check_result("out", file, begins)
-                taken += 1
-        assert taken == kinds and file.read_text() == text
-    with pytest.raises(InputError, match="nothing can be written into"):
-        check_result("out", file / "x")
-
-
 # ------------------------------------------------------------------------- several drafts, tuning
 
 def test_several_drafts(ask):
@@ -553,15 +525,6 @@ def stopping(n: int, number: int = signal.SIGINT):
     return stopped
 
 
-def test_a_command_line_may_run_in_a_thread(ask):
-    """Only the main thread of a process can set what a signal does."""
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(ask(*ONE, "--max-new-tokens", "2")))
-    thread.start()
-    thread.join()
-    assert [status for status, *_ in answers] == [0]
-
-
 @pytest.fixture
 def heed():
     """Let Ctrl-C interrupt. A shell that runs the tests in the background lets them ignore it."""
@@ -572,86 +535,54 @@ def heed():
         signal.signal(number, handler)
 
 
-def read_shared() -> list:
-    """Return what a whole process shares and a command line sets."""
-    streams = [(x, x.encoding, x.errors) for x in (sys.stdin, sys.stdout, sys.stderr)]
-    signals = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)]
-    levels = [getLogger(name).level for name in ("transformers", "huggingface_hub")]
-    return [streams, signals, levels, logging.is_progress_bar_enabled(),
-            hub.are_progress_bars_disabled()]
+def test_a_command_line_that_python_calls_leaves_the_process_as_it_is(heed, monkeypatch):
+    """A notebook or a server goes on, and gets errors. The command line may run in a thread."""
+    def read_shared() -> list:
+        return [sys.stdout.encoding, signal.getsignal(signal.SIGTERM),
+                getLogger("transformers").level, logging.is_progress_bar_enabled()]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    getLogger("transformers").setLevel("INFO")
+    logging.enable_progress_bar()
+    before, statuses = read_shared(), []
+    argv = [*ONE, "--max-new-tokens", "2", "--gamma"]
+    thread = threading.Thread(
+        target=lambda: statuses.append(call_command_line([*argv, "3"], methods=[speculative])))
+    thread.start()
+    thread.join()
+    with pytest.raises(InputError, match="--gamma must be 1 or more"):
+        call_command_line([*argv, "0"], methods=[speculative])
+    assert statuses == [0] and read_shared() == before
 
 
-@pytest.mark.parametrize("error, end", [
-    (None, 0), (InputError(), 2), (BrokenPipeError(), 141), (KeyboardInterrupt(), 130),
-    (signal.SIGTERM, 143), (SystemExit(4), SystemExit), (RuntimeError(), RuntimeError)])
-def test_what_a_process_shares_is_put_back(error, end, heed, monkeypatch):
-    """A notebook or a server that runs a command line goes on, whatever way it ends."""
-    for name in "stdout", "stderr":
-        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii"))
-    for name in "transformers", "huggingface_hub":
-        monkeypatch.setattr(getLogger(name), "level", 20)
-    monkeypatch.setattr(logging, "_tqdm_active", error is not None)
-    hub_bars = hub.disable_progress_bars if end == 141 else hub.enable_progress_bars
-    hub_bars()
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    before, inside = read_shared(), []
+@pytest.mark.parametrize("terminal, printed", [(False, "é漢\n".encode()), (True, b"??\n")])
+def test_a_script_can_print_every_character_and_ends_by_its_mistakes(terminal, printed, heed,
+                                                                      monkeypatch):
+    """A file or a pipe gets UTF-8. A terminal keeps its encoding."""
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    out.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run_script(lambda: print("é漢")) == 0 and out.buffer.getvalue() == printed
 
-    def act() -> None:
-        inside.extend(read_shared())
-        print("é")
-        if error == signal.SIGTERM:
-            signal.raise_signal(error)
-        elif error:
-            raise error
-    try:
-        status = run_script(act)
-    except (SystemExit, RuntimeError) as found:
-        status = type(found)
-    assert read_shared() == before and status == end
-    assert inside[0][1][1:] == ("utf-8", "replace") and inside[2][:2] == [40, 40] and inside[4]
-    hub.enable_progress_bars()
+    def fail():
+        raise RuntimeError("a mistake of this project")
+    with pytest.raises(RuntimeError):
+        run_script(fail)
 
 
-def test_streams_that_are_missing_or_can_do_little(capsys, monkeypatch):
-    """A program without a console has none. Its text is lost then, and nothing else is changed."""
-    argv = ["--prompt", PROMPT, "--max-new-tokens", "4"]
-    assert script("jacobi", *argv) == 0
-    text, figures = capsys.readouterr()
-    figures = figures[:10]
-    for name, left in ("stdout", ("", figures)), ("stderr", (text, "")):
-        with monkeypatch.context() as patched:
-            patched.setattr(sys, name, None)
-            assert script("jacobi", *argv) == 0 and getattr(sys, name) is None
-        out, err = capsys.readouterr()
-        assert (out, err[:10]) == left
-    monkeypatch.setattr(sys, "stdin", None)
-    assert "got ''" in refusal((script("jacobi", "--prompt", "-"), *capsys.readouterr()))
-    for show in [], ["--show"]:
-        printed = []
-        plain = SimpleNamespace(write=printed.append, flush=lambda: None)
-        monkeypatch.setattr(sys, "stdout", plain)
-        assert script("jacobi", *argv, *show) == 0 and "".join(printed).endswith(text)
-
-
-@pytest.mark.parametrize("n, more, number", [
-    (0, [], signal.SIGINT), (2, [], signal.SIGINT), (2, [], signal.SIGTERM),
-    (2, ["--tune"], signal.SIGINT)])
-def test_interrupted_in_the_middle(ask, heed, n, more, number):
-    """What is there stays, and its figures come where there is a token. The status says what
-    stopped it."""
+@pytest.mark.parametrize("n, tuned, number", [
+    (0, False, signal.SIGINT), (2, False, signal.SIGINT), (2, False, signal.SIGTERM),
+    (2, True, signal.SIGINT)])
+def test_interrupted_in_the_middle(ask, heed, tmp_path, n, tuned, number):
+    """What is there stays. Its figures and the page of --trace come where there is a token. The
+    status says what stopped it."""
+    page = tmp_path / "x.html"
+    more = ["--tune"] if tuned else ["--trace", str(page)]
     status, out, err = ask(*ONE, *more, "--max-new-tokens", "5", method=stopping(n, number),
                            ranges={"gamma": (1, 2)}, report=lambda run: f"report of {run.tokens}")
     assert status == 128 + number and err.endswith("\ninterrupted\n") and "Traceback" not in err
     figures = "stopped: 2 tokens in" in err and "report of 2" in err
-    assert figures == (out != "") == (n > 0 and not more)
-
-
-def test_a_trace_is_written_of_what_was_decoded(ask, heed, tmp_path):
-    """The page is written even after Ctrl-C. If nothing was decoded, an older page stays."""
-    page = tmp_path / "x.html"
-    argv = [*ONE, "--max-new-tokens", "4", "--trace", str(page)]
-    assert ask(*argv, method=stopping(0))[0] == 130 and not page.exists()
-    assert ask(*argv, method=stopping(2))[0] == 130 and page.exists()
+    assert figures == (out != "") == page.exists() == (n > 0 and not tuned)
 
 
 # ------------------------------------------------------------------------ other processes

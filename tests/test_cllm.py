@@ -50,16 +50,15 @@ def test_profile_counts_what_decoding_reports(capsys):
 
 # -------------------------------------------------------------------------------- collecting
 
-@pytest.mark.parametrize("limit, ends", [(15, False), (15, True)])
-def test_trajectories_follow_the_iteration_to_the_autoregressive_output(limit, ends):
+@pytest.mark.parametrize("ends", [False, True])
+def test_trajectories_follow_the_iteration_to_the_autoregressive_output(ends):
     """Each state is the model's choice after the one before (Eq. 3). The fixed points are AR's
     output, and no state after its end is kept."""
     lm = CachedLM(tiny("llama"))
     for prompt in PROMPTS[1:]:
-        expected = tokens_of(autoregressive(lm, prompt), limit)
-        eos = {expected[9]} if ends else set()
-        expected = tokens_of(autoregressive(lm, prompt), limit, eos)
-        answer, blocks = find_trajectories(lm, prompt, 6, limit, eos)
+        eos = {tokens_of(autoregressive(lm, prompt), 10)[-1]} if ends else set()
+        expected = tokens_of(autoregressive(lm, prompt), 15, eos)
+        answer, blocks = find_trajectories(lm, prompt, 6, 15, eos)
         text = prompt + answer
         assert answer == expected and blocks[0][0] == len(prompt) - 1
         for start, path in blocks:
@@ -104,17 +103,20 @@ def read(path):
 
 
 def test_collected_lines(tmp_path):
-    """Those of `find_trajectories`. A prompt that fills the context and an answer that repeats
-    itself have none. An older file is never lost."""
-    model, out = tiny("gpt2"), tmp_path / "o.jsonl"
-    collect(model, WORDLESS, [[3, 4] * 80, *PROMPTS], out=out, n=6, max_new_tokens=12, augment=0)
+    """Those of `find_trajectories`, with some tokens corrected. A prompt that fills the context and
+    an answer that repeats itself have none. An older file is never lost."""
+    model, out, rng = tiny("gpt2"), tmp_path / "o.jsonl", random.Random(1)
+    how = dict(out=out, n=6, max_new_tokens=12, augment=0.9, seed=1)
+    collect(model, WORDLESS, [[3, 4] * 80, *PROMPTS], **how)
     for prompt, row in zip(PROMPTS, read(out), strict=True):
-        answer, blocks = find_trajectories(CachedLM(model), prompt, 6, 12, {1})
+        answer, blocks = find_trajectories(CachedLM(model), prompt, 6, 12, {1}, 1)
+        for _, path in blocks:
+            augment_states(path, 0.9, rng)
         assert row == {"prompt": prompt, "answer": answer, "blocks": [[*x] for x in blocks]}
     with pytest.raises(FileExistsError):
         collect(model, WORDLESS, PROMPTS, out=out)
     loop = SimpleNamespace(eos_token_id=None, decode=lambda ids: "She has four apples now.\n" * 3)
-    collect(model, loop, PROMPTS[:1], out=tmp_path / "b", n=6, max_new_tokens=9)
+    collect(model, loop, PROMPTS[:1], **how | {"out": tmp_path / "b"})
     assert read(tmp_path / "b") == []
 
 
@@ -129,16 +131,6 @@ def test_ctrl_c_keeps_the_answers_that_are_collected(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         collect(model, tokenizer, PROMPTS, out=tmp_path / "o", n=6, max_new_tokens=12)
     assert seen == [0, 1, 2] and [x["prompt"] for x in read(tmp_path / "o")] == PROMPTS[:2]
-
-
-def test_states_are_corrected_in_the_file(tmp_path):
-    """Half of the states are others than those of decoding. Another seed corrects other ones."""
-    given = dict(n=6, max_new_tokens=12)
-    for name, more in ("plain", {"augment": 0}), ("one", {"augment": 1.0}), (
-            "two", {"augment": 1.0, "seed": 1}):
-        collect(tiny("llama"), WORDLESS, PROMPTS, out=tmp_path / name, **given, **more)
-    plain, one, two = (read(tmp_path / name) for name in ("plain", "one", "two"))
-    assert [x["answer"] for x in plain] == [x["answer"] for x in one] and plain != one != two
 
 
 # -------------------------------------------------------------------------------- the losses
@@ -215,27 +207,21 @@ def data(tmp_path):
     return path
 
 
-def test_w_is_the_weight_of_the_ar_loss(data, tmp_path, monkeypatch):
-    """The loss of a step is Eq. 7. The gradient of a step before it is forgotten."""
-    model, clip, lengths = tiny("llama"), torch.nn.utils.clip_grad_norm_, []
+def test_the_gradient_and_the_rate_of_each_step(data, tmp_path, monkeypatch):
+    """The loss is Eq. 7, and the gradient of a step before is forgotten. The rate rises over a
+    twentieth of the steps, then falls. A short training has no warm-up."""
+    model, clip, lengths, rates = tiny("llama"), torch.nn.utils.clip_grad_norm_, [], []
     p = next(model.parameters())
     monkeypatch.setattr("cllm.losses", lambda *given: (2.0 * p.sum(), 0.5 * p.sum()))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_",
                         lambda *given: lengths.append(clip(*given).item()))
-    train(model, WORDLESS, data=data, out=tmp_path / "out", lr=1e-3, w=100.0, steps=2)
-    assert lengths == pytest.approx([(2 + 100 * 0.5) * p.numel() ** 0.5] * 2)
-
-
-def test_the_rate_rises_over_a_twentieth_of_the_steps_then_falls(data, tmp_path, monkeypatch):
-    """A short training has no warm-up."""
-    rates, one = [], torch.ones((), requires_grad=True)
-    monkeypatch.setattr("cllm.losses", lambda *given: (one, one))
     monkeypatch.setattr(torch.optim.AdamW, "step",
                         lambda self: rates.append(self.param_groups[0]["lr"]))
     for steps in 40, 3:
-        train(tiny("llama"), WORDLESS, data=data, out=tmp_path / str(steps), lr=0.1, steps=steps)
+        train(model, WORDLESS, data=data, out=tmp_path / str(steps), lr=0.1, w=100.0, steps=steps)
     expected = [0.05, *(0.1 - 0.1 * t / 40 for t in range(1, 40)), 0.1, 0.2 / 3, 0.1 / 3]
     assert rates == pytest.approx(expected)
+    assert lengths == pytest.approx([(2 + 100 * 0.5) * p.numel() ** 0.5] * 43)
 
 
 def test_a_trained_model_is_a_plain_greedy_model_directory(data, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """These tests take common.py function by function: trees, passes, sampling, loading."""
 import collections
+import copy
 import functools
 import gc
 import math
@@ -16,21 +17,19 @@ from transformers.generation.logits_process import (MinPLogitsWarper, Temperatur
 import common
 import jacobi
 import speculative as speculative_file
-from cli.graphs import GraphedLM
-from cli.loading import load_checked
 from cli.run import Run
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids,
                     greedy, main, trie, until, walk)
-from fake_models import Zeros, path_to
+from fake_models import path_to
 from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, near, tiny
-from helpers import ROOT, interrupting, prefill, tokens_of
+from helpers import CLOSE, ROOT, interrupting, prefill, tokens_of
 from laws import chi_square_ok
 from speculative import speculative
-from support.engine import EngineLM, check, load
-from support.released import read_head
+from support.engine import EngineLM
+from support.graphs import GraphedLM
+from support.loading import check, load
 from survey.another_tokenizer import another_tokenizer
 
-CLOSE = dict(atol=1e-4, rtol=1e-4)
 LOOSE = dict(atol=1e-3, rtol=1e-3)  # states add up over a text, on each CPU in another order
 BOTH = pytest.mark.parametrize("run_as", [EngineLM, GraphedLM])
 ALL = [*FAMILIES, *MORE_FAMILIES, *OTHERS]
@@ -178,7 +177,7 @@ MISTAKES = {  # command lines, and what is said of each
     "numbers, got nan or infinity .* 1e-40$": [speculative_file, *SHORT, "--temperature", "1e-40"],
     "got models/nowhere": [jacobi, *SHORT, "--target", "models/nowhere"],
     "expected a model .* device": [speculative_file, *SHORT, "--device", "nope"],
-    "room for an answer of 1 token or more, got -[0-9]+$": [
+    "room for 1 new token or more, got -[0-9]+$": [
         speculative_file, "--prompt", "apples " * 40],
     "chat_template is not set": [speculative_file, *SHORT, "--chat"],
     "unrecognized arguments: --W 3$": [jacobi, *SHORT, "--W", "3"],
@@ -191,6 +190,31 @@ def test_mistakes_on_the_small_command_line_are_named_in_one_line(small, said):
     file, *argv = MISTAKES[said]
     status, out, err = small(*argv, file=file)
     assert (status, out, err.count("\n")) == (2, "", 1) and re.search(said, err), err
+
+
+def test_the_small_command_line_holds_a_conversation(small, monkeypatch, embedded):
+    """A prompt comes after all that was said, and an empty line or Ctrl-D ends it."""
+    tokenizer = copy.deepcopy(embedded[2])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"
+    monkeypatch.setattr(common, "load", lambda *_: (embedded[0], tokenizer))
+    for end in "", EOFError():
+        lines = iter(["Tom", "and Mia", end])
+        asked = []
+
+        def read(_):
+            line = next(lines)
+            if isinstance(line, EOFError):
+                raise line
+            return line
+
+        def say(target: CachedLM, prompt, *, sample=greedy, log=None):
+            asked.append(tokenizer.decode(prompt))
+            yield tokenizer.encode("yes")
+        monkeypatch.setattr("builtins.input", read)
+        argv = ["--chat", "--max-new-tokens", str(len(tokenizer.encode("yes")))]
+        status, out, _ = small(*argv, file=SimpleNamespace(COMMAND_LINE={"methods": [say]}))
+        assert (status, out) == (0, "yesyes")
+        assert asked == ["uTom|", "uTom|ayes|uand Mia|"]
 
 
 def test_the_small_command_line_stops(small, monkeypatch):
@@ -474,26 +498,3 @@ def test_load_in_a_type(dtype):
     assert model.config._attn_implementation == "grouped"
     lm, ids = CachedLM(model), tokenizer("Mia has 3 apples and 4 pears.")["input_ids"]
     assert prefill(lm, ids).dtype == wanted and {b.dtype for b in buffers_of(lm)} == {wanted}
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
-    """It is asked for seconds, not for a minute, and only where nothing of the model or of the
-    released head lies here."""
-    asked = []
-
-    def ask(self, url, timeout):
-        asked.append(timeout)
-        raise OSError("no\n network")
-
-    def read(path, **_):
-        raise OSError("not here")
-    monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
-    monkeypatch.setattr("support.engine.AutoTokenizer.from_pretrained", read)
-    for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
-        with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
-            act()
-    monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
-    for path in "nope/model", str(ROOT / "models/target"):
-        with pytest.raises(InputError, match="not here$"):
-            load_checked(path, None, None)
-    assert len(asked) == 2 and max(asked) < 10

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common import KVCache
 from fake_models import path_to
 from families import rand, tiny
+from heads import check_refused, draw, norm, rotate, write
 from helpers import note_calls, take, tokens_of
 from support.engine import EngineLM, depth_of
 from support.parts import score_with
@@ -18,7 +19,6 @@ from survey import dflash as module
 from support.released import describe_dflash
 from survey.dflash import (BlockDraft, block_loss, dflash, grow_block, guess_blocks, list_anchors,
                            plan_block, run_block, sample_roots)
-from test_released import check_refused, draw, norm, rotate, write
 from training.texts import Text, compute_features
 
 MODEL = tiny("llama", num_hidden_layers=3)

@@ -7,6 +7,7 @@ import torch
 
 from common import InputError
 from families import rand, tiny
+from methods import METHODS, play_rounds
 from naive import NaiveLM
 from support.engine import EngineLM, depth_of, tap_layers
 from support.layers import choose_taps, make_config, read_taps, tap_widths
@@ -14,7 +15,6 @@ from support.parts import head_for, score_with
 from survey.eagle import Pairs
 from survey.eagle3 import Eagle3Layer
 from survey.mtp import MTPBlock
-from test_lossless import METHODS, play_rounds
 from training.loop import pad_pairs
 from training.unroll import choose_lessons, read_target, unroll_loss
 

@@ -1,6 +1,6 @@
-"""Passes of few shapes over whole buffers (cli/graphs.py): as they are on a CPU, and captured. The
-simulated GPU of fake_cuda.py captures them, and so does CUDA where there is a GPU. It refuses what
-CUDA refuses. Every method decodes with them in test_lossless.py."""
+"""Passes of few shapes over whole buffers (support/graphs.py): as they are on a CPU, and captured.
+The simulated GPU of fake_cuda.py captures them, and so does CUDA where there is a GPU. It refuses
+what CUDA refuses. Every method decodes with them in test_lossless.py."""
 import copy
 import functools
 import gc
@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from bita import bita
-from cli import graphs
-from cli.graphs import WIDTHS, GraphedLM
+from support import graphs
 from cli.run import kind_for
 from common import InputError, autoregressive
 from fake_cuda import FakeCuda
 from families import near, tiny
-from helpers import main, tokens_of
+from helpers import CLOSE, main, tokens_of
+from methods import tuning_of
 from speculative import report, speculative
-from support.engine import EngineLM, check
-from test_common import CLOSE
-from test_lossless import tuning_of
+from support.engine import EngineLM
+from support.graphs import WIDTHS, GraphedLM
+from support.loading import check
 
 PROMPT = [5, 9, 3, 14, 7] * 24
 

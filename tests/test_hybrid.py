@@ -12,12 +12,12 @@ from hybrid import hybrid as module
 from hybrid.guessers import KINDS, pool_chances
 from hybrid.hybrid import PASS, grow_hybrid, hybrid
 from hybrid.ngrams import STORE, NGrams, class_of_variety
+from methods import FILES, METHODS, trusting
 from support.clock import Clock
 from support.engine import EngineLM
 from support.trees import RANKS
 from survey.recycling import Successors
 from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
-from test_lossless import FILES, METHODS, trusting
 
 HALF = [[[0.5] * 3] * 5] * 3
 POOL = [3.0, 0.5, 0.5]

@@ -10,18 +10,18 @@ from torch.nn import SiLU
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import families
-from cli.graphs import GraphedLM
 from cli.run import kind_for
 from common import CachedLM, InputError, autoregressive
 from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED, SHAPE,
                       tiny)
 from fake_cuda import FakeCuda
 from helpers import tokens_of
+from methods import METHODS, chunks_of
 from support import invariant, packed
 from support.engine import EngineLM
+from support.graphs import GraphedLM
 from support.invariant import SIZE, make_invariant, prove, run_double, run_positions
 from support.packed import is_packed, list_types, pack
-from test_lossless import METHODS, chunks_of
 
 EVERY = [*FAMILIES, *MORE_FAMILIES, *OTHERS, *SCALED, *LOOKUPS]
 REFUSED = {*RECURRENT, *OTHERS, "stablelm"}  # states, or attention of the family's own

@@ -5,21 +5,18 @@ import logging
 import re
 import runpy
 import shutil
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
-from cli.commands import encode_data, encode_pair
-from cli.loading import encode_prompts, load_checked
 import common
 from common import InputError
 from families import tiny
 from helpers import ROOT, fork, script
-from support.engine import list_lost, load, vocab_size
+from support.engine import vocab_size
+from support.loading import list_lost, load, load_checked
 
 
 @pytest.fixture
@@ -200,116 +197,6 @@ def test_ids_with_gaps_lose_no_token():
     tokenizer = SimpleNamespace(get_vocab=lambda: {f"t{i}": i for i in [*range(39), 49]})
     assert vocab_size(tiny("llama"), tokenizer) == 50
     assert vocab_size(tiny("llama", vocab_size=45), tokenizer) == 45
-
-
-@pytest.fixture
-def chat():
-    """Make the embedded tokenizer, to which a test gives a chat template."""
-    return AutoTokenizer.from_pretrained(ROOT / "models/target")
-
-
-def test_tokens_without_embeddings_are_refused(embedded, chat):
-    chat.add_tokens(["<new>"])
-    with pytest.raises(InputError, match="1536 of them, got '<new>' with id 1536"):
-        encode_prompts(embedded[0], chat, ["Mia has 3 <new> apples."], None)
-    [ids] = encode_prompts(embedded[0], chat, ["Mia has 3 apples."], None)
-    assert ids == chat.encode("Mia has 3 apples.")
-
-
-@pytest.mark.parametrize("template, said", [
-    (None, "chat_template is not set"), ("{{ raise_exception('only\nwith tools') }}", "only with"),
-    ("{% for m in messages %}{{ m.content", "that takes a prompt, as --chat .*: unexpected")])
-def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
-    chat.chat_template = template
-    with pytest.raises(InputError, match=said) as refused:
-        encode_prompts(embedded[0], chat, ["Mia has 3 apples."], {})
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 450
-    with pytest.raises(InputError, match="some text, got ''$"):
-        encode_prompts(embedded[0], chat, [""], {})
-
-
-def test_a_template_that_takes_a_prompt(embedded, chat):
-    chat.chat_template = "{% for m in messages %}Q{{ mark }} {{ m.content | trim }}{% endfor %}"
-    for mark in ":", "?":
-        expected = chat.encode(f"Q{mark} Mia", add_special_tokens=False)
-        assert encode_prompts(embedded[0], chat, ["Mia"], {"mark": mark}) == [expected]
-
-
-def test_a_date_in_what_is_learnt_stays_the_same(embedded, chat):
-    """A training that goes on after a while has the prompts that it had."""
-    chat.chat_template = "{{ strftime_now('%Y %S.%f'), messages }}"
-    args = Namespace(prompts=["Mia"], chat={})
-    first, second = (encode_data(embedded[0], chat, args)[0] for _ in range(2))
-    assert first == second and "2024" in chat.decode(first[0])
-
-
-# ------------------------------------------------------------------- answers made elsewhere
-
-TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Tom has 3"},
-        {"role": "assistant", "content": " apples"}]
-ASKED, SAID = TALK[1:]
-TEMPLATE = ("{{ tools or '' }}{% for m in messages %}<{{ m.role }}>"
-            "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
-            "{{ m.content | replace('\n\n', '\n') }}{% endfor %}"
-            "{% if add_generation_prompt %}<assistant>{% endif %}")
-# This one has the calls of tools, as JSON.
-CALLS = TEMPLATE.replace("{{ m.content", "{% for call in m.tool_calls or [] %}[{{ call.function."
-                         "name }} {{ call.function.arguments | tojson }}]{% endfor %}{{ m.content")
-CALL = {"id": "call_1", "type": "function",
-        "function": {"name": "find", "arguments": {"what": 'a "red"\napple'}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-# This one opens a thought, and leaves the thoughts of answers out.
-OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>").replace(
-    "m.content", "m.content.split('</think>')[-1]")
-
-
-@pytest.mark.parametrize("row, in_chat, prompt, answer", [
-    ({"prompt": "Tom has 3", "answer": " apples"}, None, "<s>Tom has 3", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": " apples</s> and"}, None, "<s>Tom has 3", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": " apples"}, {}, "<user>Tom has 3<assistant>", " apples</s>"),
-    ({"messages": TALK}, None, "<system>Be short.<user>Tom has 3<assistant>", " apples</s>"),
-    ({"prompt": "Tom has 3", "answer": "4\n\n5", "template": OPENS}, {},
-     "<user>Tom has 3<assistant>", "4\n5</s>"),
-    ({"messages": None, "prompt": [5, 6], "answer": [8, 9]}, {}, [5, 6], [8, 9]),
-    ({"messages": [ASKED, SAID | {"reasoning_content": "2 + 1"}], "tools": [{"f": {}}]}, None,
-     "[{'f': {}}]<user>Tom has 3<assistant>", "(2 + 1) apples</s>"),
-    ({"messages": [ASKED, CALLING], "template": CALLS}, None, "<user>Tom has 3<assistant>",
-     r'[find {"what": "a \"red\"\napple"}]</s>'),
-    ({"messages": [ASKED, CALLING, {"role": "tool", "content": "4"}, SAID], "template": CALLS},
-     None, r'<user>Tom has 3<assistant>[find {"what": "a \"red\"\napple"}]<tool>4<assistant>',
-     " apples</s>")])
-def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embedded, chat):
-    chat.chat_template = row.get("template", TEMPLATE)
-    expected = tuple(x if isinstance(x, list) else chat.encode(x, add_special_tokens=False)
-                     for x in (prompt, answer))
-    assert encode_pair(embedded[0], chat, row | {"where": "line 1"}, in_chat) == expected
-
-
-@pytest.mark.parametrize("row, said", [
-    ({"prompt": [5], "answer": [1536]}, "the model has tokens from 0 to 1535, and not 1536"),
-    ({"prompt": [5], "answer": []}, "its prompt or its answer is empty"),
-    ({"prompt": "a"}, "it has no 'answer'"), ({"messages": 3}, "int"),
-    ({"prompt": [1], "answer": "a"}, "and not 'a'"),
-    ({"messages": [SAID]}, "not two or more"), ({"messages": [SAID, ASKED]}, "not two or more"),
-    ({"messages": TALK, "template": None}, "chat_template is not set"),
-    ({"prompt": "3 +", "answer": " 4", "eos": None}, "and not None"),
-    ({"messages": [ASKED, SAID | {"thoughts": "2"}]}, "the chat template leaves out 'thoughts'"),
-    ({"messages": [ASKED, SAID | {"content": "2</think> apples"}], "template": OPENS},
-     "the chat template leaves out 'content'"),
-    ({"messages": [ASKED, CALLING | {"content": "I look"}]}, "leaves out 'tool_calls'"),
-    ({"messages": [ASKED, CALLING, {"role": "tool", "content": "4"}, SAID]},
-     "the chat template leaves out 'tool_calls'"),
-    ({"messages": [ASKED, CALLING], "template": CALLS.replace("call.function.arguments", "'…'")},
-     "the chat template leaves out 'tool_calls'"),
-    ({"messages": [ASKED, SAID | {"content": [{"type": "text", "text": "2"}]}],
-      "template": CALLS.replace("m.content", "m.role")}, "the chat template leaves out 'content'"),
-    ({"messages": TALK, "template": TEMPLATE.replace("<assistant>", "<model>")},
-     "the chat template begins answers with 'model>', but not this one")])
-def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, chat):
-    chat.chat_template = row.get("template", TEMPLATE)
-    chat.eos_token = row.get("eos", "</s>")
-    with pytest.raises(InputError, match=f"^expected .* --data .*, got 'line 1': .*{said}"):
-        encode_pair(embedded[0], chat, row | {"where": "line 1"}, None)
 
 
 # ----------------------------------------------------------------------------- its transformers

@@ -12,7 +12,7 @@ from support.engine import EngineLM
 from survey import masks as module
 from survey.masks import accuracy, pass_sampling, plan_space, space, tune
 from training import loop as training
-from test_lossless import tuning_of
+from methods import tuning_of
 from trainings import PROMPTS, WORDLESS
 
 

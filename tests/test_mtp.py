@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from common import InputError
 from families import tiny
 from support import released
-from support.engine import EngineLM, check, list_layers
+from support.engine import EngineLM, list_layers
+from support.loading import check
 from support.trees import rank_tokens
 from survey.mtp import MTPBlock, load_draft, mtp
 

@@ -1,21 +1,22 @@
 """Packed weights (support/packed.py): a model computes the same, holds its numbers once, and is
 copied, saved, tuned and moved as before."""
 import itertools
-import pickle
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn import Linear
 
-from common import CachedLM, autoregressive
+from common import CachedLM, InputError, autoregressive
 from families import FAMILIES, MORE_FAMILIES, OTHERS, near, tiny
 from helpers import tokens_of
 from speculative import speculative
 from support import packed
-from support.engine import EngineLM, check
+from support.engine import EngineLM
 from support.layers import share_weights, take_layers
+from support.loading import check
 from support.packed import Blocks, PackedLinear, list_types, pack, plain, unpack
 from support.parts import match_type
 from support.released import some_weights
@@ -116,44 +117,98 @@ def test_calls_have_few_sizes(monkeypatch):
     assert len(sizes) == 36 and {*range(1, 17)} < sizes
 
 
+def shared(tied: bool = True) -> torch.nn.ModuleDict:
+    """Make two layers that share a weight, which may be that of embeddings too."""
+    table = torch.nn.Embedding(520, 512, _weight=layer().weight.detach())
+    model = torch.nn.ModuleDict({"one": layer(), "two": layer(), "table": table})
+    for one in [model["one"], model["two"], *[table] * tied]:
+        one.weight = model["one"].weight
+    return model
+
+
+def train_with(kind, **options):
+    """Return a function that makes a step of an optimizer on a weight."""
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def train(weight: torch.Tensor) -> None:
+        optimizer = kind([weight], 1e-3, **options)
+        F.linear(torch.ones(2, 512), weight).square().sum().backward()
+        optimizer.step()
+    return train
+
+
+def keep_data(weight: torch.Tensor) -> None:
+    """Write to what was got as `data` before another write was noticed."""
+    kept = weight.data
+    kept.mul_(2)
+    kept[3] = 1.0
+
+
+MODELS = {  # what is packed, and whose weight is written to
+    "a layer": (lambda: torch.nn.ModuleDict({"one": layer()}), "one"),
+    "a layer that shares its weight": (lambda: shared(tied=False), "one"),
+    "embeddings": (shared, "table"), "the head of embeddings": (shared, "two")}
 WRITES = {
-    "data": lambda layer: layer.weight.data.mul_(2),
-    "numpy": lambda layer: layer.weight.detach().numpy().__imul__(2),
-    "rows": lambda layer: layer.weight.data[:7].mul_(2),
-    "copy": lambda layer: layer.weight.data.copy_(layer.weight.data.to_dense() * 2),
-    "set": lambda layer: layer.weight.data.set_(layer.weight.data.to_dense() * 2),
-    "load": lambda layer: layer.load_state_dict({"weight": 2 * layer.state_dict()["weight"]},
-                                                strict=False),
-    "replaced": lambda layer: setattr(layer.weight, "data", layer.weight.data.to_dense() * 2)}
-OPTIMIZERS = {
-    "sgd": lambda weights: torch.optim.SGD(weights, 1e-3),
-    "adamw": lambda weights: torch.optim.AdamW(weights, 1e-3),
-    "fused": lambda weights: torch.optim.AdamW(weights, 1e-3, fused=True)}
+    "multiply": lambda weight: weight.mul_(2), "zero": lambda weight: weight.zero_(),
+    "turned": lambda weight: weight.t().mul_(2), "flat": lambda weight: weight.flatten().mul_(2),
+    "a row": lambda weight: weight.__setitem__(3, 1.0), "rows": lambda weight: weight[:7].mul_(2),
+    "detached": lambda weight: weight.detach().mul_(2), "init": torch.nn.init.ones_,
+    "data": lambda weight: weight.data.mul_(2),
+    "data of rows": lambda weight: weight.data[:7].mul_(2),
+    "kept data": keep_data, "zero data": lambda weight: weight.data.zero_(),
+    "copy": lambda weight: weight.data.copy_(torch.ones(520, 512)),
+    "set": lambda weight: weight.data.set_(torch.ones(520, 512)),
+    "replaced": lambda weight: setattr(weight, "data", torch.ones(520, 512)),
+    "together": lambda weight: torch._foreach_mul_([weight], 2),
+    "sgd": train_with(torch.optim.SGD), "adamw": train_with(torch.optim.AdamW),
+    "fused": train_with(torch.optim.AdamW, fused=True)}
 
 
-def stay_true(ours: Linear, theirs: Linear, change) -> None:
-    """A change of a packed layer has the effect that it has on a plain one, or an error."""
-    change(theirs)
-    try:
-        change(ours)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        theirs = layer()
-    assert same(ours, theirs)
+UNCOUNTED = {("embeddings", "fused")}  # PyTorch does not count it, as packed.py says
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_a_write_changes_what_is_computed_or_fails(name):
-    with torch.no_grad():
-        stay_true(pack(layer()), layer(), WRITES[name])
+@pytest.mark.parametrize("what, how", sorted({*itertools.product(MODELS, WRITES)} - UNCOUNTED))
+def test_a_write_changes_what_is_computed_or_fails(what, how):
+    """And what fails has changed nothing. Inference mode has rules of its own for writes."""
+    make, place = MODELS[what]
+    for mode in torch.no_grad, torch.inference_mode:
+        ours, theirs = pack(make()), make()
+        with mode():
+            try:
+                WRITES[how](ours[place].weight)
+            except InputError as error:
+                assert "unpack the model first" in str(error)
+            else:
+                WRITES[how](theirs[place].weight)
+        with torch.inference_mode():
+            x = torch.ones(2, 512)
+            for one in {*ours} - {"table"}:
+                assert torch.allclose(ours[one](x), theirs[one](x), rtol=1e-5, atol=1e-5)
+                weights = [x.state_dict()[f"{one}.weight"] for x in (ours, theirs)]
+                assert torch.equal(*weights) and torch.equal(unpack(ours)[one].weight, weights[1])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_changes_what_is_computed_or_fails(name):
-    def train(one: Linear) -> None:
-        one.bias.requires_grad_(False)
-        one(torch.ones(2, 512)).square().sum().backward()
-        OPTIMIZERS[name]([one.weight]).step()
-    stay_true(pack(layer()), layer(), train)
+def test_numbers_that_are_loaded_are_computed_with():
+    ours = pack(shared())
+    state = {name: 2 * x for name, x in shared().state_dict().items()}
+    with pytest.raises(RuntimeError, match="unpack the model first"):
+        ours.load_state_dict(state)
+    unpack(ours).load_state_dict(state)
+    assert torch.equal(pack(ours).state_dict()["two.weight"], state["two.weight"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_shared_weight_stays_one_weight(monkeypatch, tied):
+    ours = pack(shared(tied))
+    assert ours["one"].weight is ours["two"].weight and type(ours["one"].weight) is Blocks
+    for other in deepcopy(ours), unpack(ours):
+        assert other["one"].weight is other["two"].weight
+        assert (other["one"].weight is other["table"].weight) == tied
+        assert isinstance(pack(other)["one"].weight, Blocks)
+    monkeypatch.setattr(packed, "time_calls", lambda layers: 0.0)  # it is not faster
+    ours = pack(shared(tied))
+    assert ours["one"].weight is ours["two"].weight
+    assert (ours["one"].weight is ours["table"].weight) == tied
 
 
 def test_gradients_flow_through_a_packed_layer():
@@ -167,7 +222,7 @@ def test_gradients_flow_through_a_packed_layer():
 
 def test_copies_are_ordinary_layers():
     ours = pack(layer())
-    for other in deepcopy(ours), pickle.loads(pickle.dumps(ours)), unpack(pack(layer())):
+    for other in deepcopy(ours), unpack(pack(layer())):
         assert type(other.weight) is torch.nn.Parameter and other.weight.requires_grad
         assert same(other, layer())
         with torch.no_grad():
@@ -181,12 +236,11 @@ def is_tied(model) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("change", [deepcopy, unpack, lambda x: x.to("cpu"), lambda x: x.double(),
-                                    lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("change", [deepcopy, unpack])
 def test_embeddings_and_lm_head_are_one_weight_again(every_weight, change):
     """A packed model has the head's numbers twice. A copy of it, which is trained, does not."""
     model = pack(tiny("llama", tie_word_embeddings=True))
-    assert not is_tied(model) and model.lm_head.weight.is_mkldnn
+    assert not is_tied(model) and type(model.lm_head.weight) is Blocks
     assert is_tied(change(model))
 
 
@@ -196,21 +250,9 @@ def test_weights_are_what_they_were_where_packing_is_slower(every_weight, monkey
     assert is_tied(pack(model))
 
 
-def test_a_moved_layer_is_an_ordinary_one():
-    with torch.no_grad():
-        x = torch.ones(2, 512)
-        ours = pack(layer()).double()
-        assert torch.equal(ours(x.double()), layer().double()(x.double()))
-        with torch.autocast("cpu", torch.bfloat16):
-            assert pack(layer())(x).dtype == torch.bfloat16
-
-
-def test_a_packed_layer_in_a_compiled_model():
-    with torch.no_grad():
-        compiled = torch.compile(torch.nn.Sequential(pack(layer()), torch.nn.ReLU()),
-                                 backend="eager")
-        x = torch.ones(2, 512)
-        assert torch.allclose(compiled(x), layer()(x).relu(), atol=1e-5)
+def test_a_packed_layer_under_autocast():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert pack(layer())(torch.ones(2, 512)).dtype == torch.bfloat16
 
 
 class Quantised(torch.Tensor):

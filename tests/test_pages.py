@@ -10,8 +10,7 @@ from bench import METHODS
 from cli.__main__ import list_files
 from common import main
 from helpers import ROOT, script
-from mutants import find_functions
-from test_structure import SIX, code_lines, FILES, copied_with, path_of, written
+from sources import FILES, SIX, code_lines, copied_with, find_functions, path_of, written
 
 PAGES = [name for name in written() if name.endswith(".md")]
 

@@ -1,7 +1,6 @@
 """Files of trained parts: what is kept, whose they are, and an LM head of fewer rows."""
 import functools
 import json
-import os
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from common import InputError
 from families import deep, tiny
 from helpers import ROOT
 from support.engine import EngineLM
-from support.files import write_text, write_whole
 from support.layers import split_layers
 from support.parts import (belongs, fill, head_for, load_facts, load_trained, logits_of, save_facts,
                            save_part, save_trained, score_with, some_embeddings)
@@ -75,25 +73,6 @@ def test_a_part_of_a_model_of_few_tokens_belongs_to_it_alone(tokens):
     x = torch.randn(3, 32)
     torch.testing.assert_close(logits_of(model)(x), x)
     assert early.vocab == late.vocab == tokens
-
-
-def test_what_is_written_has_the_mode_of_a_new_file_or_that_of_the_one_it_replaces(tmp_path):
-    """Whatever the writer gave it: safetensors lets nobody else read."""
-    def write(folder) -> None:
-        folder.mkdir()
-        save_file(part(), folder / "b")
-    before = os.umask(0o027)
-    try:
-        (tmp_path / "old").write_text("")
-        (tmp_path / "old").chmod(0o664)
-        for name in "old", "new":
-            save_part(tmp_path / name, "a thing", LLAMA, part())
-            write_text(tmp_path / f"{name} text", "")
-        write_whole(tmp_path / "folder", write)
-    finally:
-        os.umask(before)
-    modes = {x.name: x.stat().st_mode & 0o777 for x in tmp_path.rglob("*") if x.is_file()}
-    assert modes == {"old": 0o664, "new": 0o640, "old text": 0o640, "new text": 0o640, "b": 0o640}
 
 
 def test_what_is_no_part_is_refused_in_one_line(tmp_path):

@@ -11,18 +11,21 @@ from common import CachedLM, InputError, autoregressive
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
 from helpers import note_calls, tokens_of
+from methods import METHODS, chunks_of
 from support.engine import EngineLM
 from support.recurrent import KEEP, RecurrentCache, RecurrentLM, running
-from test_lossless import METHODS, chunks_of
 
 LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("name", RECURRENT)
-def test_states_are_those_of_a_fresh_cache(name):
-    """After trees, commits and truncates, with tokens that are kept and such that are not."""
+def test_states_are_those_of_one_pass(name, monkeypatch):
+    """After a prompt in parts, trees, commits and truncates, with tokens that are kept and such
+    that are not."""
     rng, model = random.Random(0), tiny(name, max_position_embeddings=1000)
-    lm, fresh, context = RecurrentLM(model), RecurrentLM(model), LONG[:5]
+    monkeypatch.setattr(CachedLM, "PART", 50)
+    lm, context = RecurrentLM(model), LONG[:130]
     lm.start(context)
     for _ in range(40):
         ids = rng.choices(range(VOCAB), k=9)
@@ -32,28 +35,10 @@ def test_states_are_those_of_a_fresh_cache(name):
         context = context + [ids[i] for i in path]
         context = context[:len(context) - rng.choice([0, 0, 0, 2])]
         lm.truncate(len(context))
-    assert len(context) > 2 * KEEP > lm.cache.kept
-    fresh.start(context)
-    for cache in lm.cache, fresh.cache:
-        cache.fold(cache.kept)
-    for ours, theirs in zip(lm.cache.states.values(), fresh.cache.states.values(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_long_text_in_parts_is_that_of_one_pass(name, monkeypatch):
-    model = tiny(name, max_position_embeddings=1000)
-    expected = model(input_ids=torch.tensor([LONG]), use_cache=False).logits[0]
-    monkeypatch.setattr(CachedLM, "PART", 50)
-    lm = RecurrentLM(model)
-    lm.start(LONG[:150])
-    found = [lm.forward(LONG[150:170])]
-    lm.commit(range(20))
-    for token in LONG[170:]:
-        found.append(lm.forward([token]))
-        lm.commit([0])
-    torch.testing.assert_close(torch.cat(found), expected[150:], atol=1e-3, rtol=1e-3)
+    assert len(context) > 130 + 2 * KEEP > lm.cache.kept
+    lm.cache.fold(lm.cache.kept)
+    expected = model(input_ids=torch.tensor([[*context, 5, 6]]), use_cache=False).logits[0, -2:]
+    torch.testing.assert_close(lm.forward([5, 6]), expected, atol=1e-3, rtol=1e-3)
 
 
 @torch.inference_mode()
@@ -82,11 +67,11 @@ def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache
     lm = RecurrentLM(model)
     lm.start(LONG[:200])
     lm.truncate(lm.length - KEEP + 1)
-    lm.forward([3, 7])
-    lm.commit([])  # no guess was right, and the root is fed again
     for text in LONG[:lm.length] + LONG[60:160], LONG[90:260]:
         if text[:1] != LONG[:1]:
             lm.start([])
+        lm.forward([3, 7])
+        lm.commit([])  # no guess was right, and the root is fed again
         lm.forward(text[lm.length:])
         lm.commit(range(len(lm.parents)))
         expected = model(input_ids=torch.tensor([[*text, 5]]), use_cache=False).logits[0, -1:]
@@ -101,14 +86,6 @@ def test_drafts_of_any_length_are_taken_back(name):
     expected = tokens_of(autoregressive(RecurrentLM(model), prompt), 5)
     chunks = chunks_of(METHODS[name](model), EngineLM(model), prompt, gamma=48)
     assert tokens_of(chunks, 5) == expected
-
-
-def test_nothing_may_be_committed_at_the_beginning():
-    lm = RecurrentLM(tiny("qwen3.5"))
-    lm.start([])
-    expected = lm.forward([5])
-    lm.commit([])
-    assert torch.equal(lm.forward([5]), expected)
 
 
 def test_a_text_is_read_anew_once_if_the_states_have_gone_too_far(monkeypatch):

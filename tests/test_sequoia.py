@@ -11,12 +11,11 @@ from common import Sampler
 from fake_models import Zeros
 from families import tiny
 from helpers import note_calls
-from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
+from laws import Choosing, chi_square_ok, draw_by_choices, outcomes, random_pairs
 from support.clock import Choice
 from support.engine import EngineLM
 from survey.sequoia import (draw_children, draw_tree, parents_of, plan_sequoia, sequoia, shape_of,
                             tabulate, verify)
-from test_several_drafts import random_pairs
 
 PROMPT = [3, 14, 15]
 BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are leaves

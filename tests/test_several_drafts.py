@@ -7,19 +7,11 @@ import torch
 
 from common import Sampler, greedy
 from fake_models import ScriptedLM, Zeros
+from laws import random_pairs
 from survey.several_drafts import (DrawnDraft, decode_by_rule, find_rho, k_seq, multi_step,
                                    specinfer, verify_tree)
 
 RULES = {"multi_step": multi_step, "k_seq": k_seq}
-
-
-def random_pairs():
-    """Yield pairs of distributions p, q that are close, far apart, equal, one-hot or have zeros."""
-    torch.manual_seed(0)
-    for scale in (0.3, 1.0, 3.0):
-        yield tuple((scale * torch.randn(4)).double().softmax(-1) for _ in "pq")
-    p, (x, y, z, _) = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), torch.eye(4).double()
-    yield from ((p, p), ((x + y) / 2, p), (p, 0.2 * y + 0.8 * z), (z, z), (z, y))
 
 
 def outcome(rule, p, q):

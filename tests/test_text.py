@@ -1,29 +1,14 @@
-"""Text that comes in and goes out: its encoding, and what is printed while tokens come."""
-import io
+"""What is printed while tokens come is the text of all tokens."""
 import random
-import sys
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cli.text import TokenTexts, read_input, split_text, stream
+from cli.text import TokenTexts, split_text, stream
 from cli.trace import collect_tokens, say_tokens
 
-
-# ------------------------------------------------------------------------- the streams, messages
-
-@pytest.mark.parametrize("data", ["é\n漢\n", "\ufeffé\r\n漢\r\n", "é\r漢\r"])
-def test_standard_input_is_utf_8(monkeypatch, data):
-    """With or without a byte order mark, and with the line ends of any system."""
-    # Python opens standard input with this newline, except on Windows.
-    stdin = io.TextIOWrapper(io.BytesIO(data.encode()), encoding="ascii", newline="\n")
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert read_input() == "é\n漢\n"
-
-
-# ----------------------------------------------------------------------- tokens as text
 
 NAMES = bytes_to_unicode()  # how a byte-level tokenizer writes each byte
 WORDS = ["it", "don", "n", "t", "s", "say", "x", ".", ",", "'", "'s", "n't"]

@@ -12,7 +12,7 @@ from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
 from speculative import speculative
 from support.engine import EngineLM
-from test_structure import FILES, functions_of
+from sources import FILES, functions_of
 
 TEXT = "Tom has 3 apples. He buys 4 apples. How many apples does Tom have now?"
 METHODS = [method for name in FILES for method in functions_of(name)[0]]
@@ -40,7 +40,7 @@ def checked(run: dict) -> list[int]:
 @pytest.mark.parametrize("method", METHODS, ids=[method.__name__ for method in METHODS])
 def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embedded):
     """The page shows the method and, with --compare, token by token too."""
-    monkeypatch.setattr("cli.loading.load", loaded)
+    monkeypatch.setattr("support.loading.load", loaded)
     page, given = tmp_path / "x.html", OWN.get(method.__name__, [])
     argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "6", *given]
     assert main([method], lambda run: "", argv, lossy=[method]) == 0

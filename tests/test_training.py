@@ -19,7 +19,6 @@ from fake_cuda import FakeCuda
 from families import FAMILIES, SCALED, tiny
 from helpers import interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
-from support.files import write_text, write_whole
 from survey.masks import guess_answers
 from training import loop as training
 from support.settings import Settings, use_settings
@@ -181,41 +180,6 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(size, tmp_path):
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(InputError, match="expected a checkpoint; without it .*, got .*toy-"):
         Toy(tmp_path)
-
-
-def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
-    """A result can go to a file through a link. The new one is made beside its place, since nothing
-    can be moved from one disk to another, and a folder that has appeared there is not replaced."""
-    file, folder = tmp_path / "deep" / "file", tmp_path / "folder"
-    write_text(file, "old")
-    (tmp_path / "link").symlink_to(file)
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(file, interrupting(lambda fresh: fresh.write_text("half"), 1, after=True))
-    assert file.read_text() == "old"
-    write_text(tmp_path / "link", "new")
-    assert file.read_text() == "new" and [*file.parent.iterdir()] == [file]
-
-    def write(fresh):
-        fresh.mkdir(exist_ok=True)  # as `save_pretrained` does
-        (fresh / "config.json").write_text("new")
-    folder.mkdir()
-    # What killed runs have left there: a folder in place of a file, another model, a file in place
-    # of a folder, and a link.
-    (tmp_path / ".new-text/deep").mkdir(parents=True)
-    write_text(tmp_path / "text", "new")
-    (tmp_path / ".new-folder").mkdir()
-    (tmp_path / ".new-folder/chat_template.jinja").write_text("another model's")
-    write_whole(folder, write)
-    (tmp_path / ".new-next").write_text("half")
-    write_whole(tmp_path / "next", write)
-    (tmp_path / ".new-last").symlink_to(tmp_path / "next")
-    write_whole(tmp_path / "last", write)
-    for made in folder, tmp_path / "next", tmp_path / "last":
-        assert [x.name for x in made.iterdir()] == ["config.json"] and not made.is_symlink()
-    assert (folder / "config.json").read_text() == (tmp_path / "text").read_text() == "new"
-    with pytest.raises(OSError):
-        write_whole(folder, write)
-    assert (tmp_path / ".new-folder/config.json").read_text() == "new"  # nothing is lost
 
 
 def interrupted_at(number: int, act) -> None:

@@ -1,0 +1,114 @@
+"""Results are written whole or not at all, and take the place of no file of the user's."""
+import os
+from contextlib import suppress
+
+import pytest
+from safetensors.torch import save_file
+
+from support.loading import load_checked
+from cli.trace import make_page
+from common import InputError
+from families import tiny
+from helpers import ROOT, interrupting
+from support.files import PAGE, check_result, write_text, write_whole
+from support.parts import save_part
+from support.released import read_head
+
+KEPT = r'\{"prompt": \['  # how a file begins with which a stopped run goes on
+OTHERS = [*((ROOT / x).read_text() for x in (".github/decode.svg", "cli/trace.html")), "", "a",
+          '{"prompt": "a"}\n', '{\n "a": 1}', "<!doctype html><title>Mine</title>"]
+
+
+@pytest.mark.parametrize("text, taken", [
+    (make_page([], {}), [PAGE]), ('{"prompt": [3], "answer": [5], "drafted": 2}\n', [KEPT]),
+    *((text, []) for text in OTHERS)])
+def test_nothing_that_is_there_is_replaced(text, taken, tmp_path):
+    """Two kinds of file are taken all the same: a page that is made again, and a file with which a
+    stopped run goes on."""
+    file, found = tmp_path / "file", []
+    file.write_text(text)
+    for begins in "", PAGE, KEPT:
+        with suppress(InputError):
+            check_result("out", file, begins)
+            found.append(begins)
+    assert found == taken and file.read_text() == text
+    for place, said in (tmp_path, "Is a directory"), (file / "x", "nothing can be written into"):
+        with pytest.raises(InputError, match=f"a new place for --out, got .*{said}"):
+            check_result("out", place)
+
+
+def write_folder(fresh) -> None:
+    fresh.mkdir(exist_ok=True)  # as `save_pretrained` does
+    (fresh / "config.json").write_text("new")
+
+
+def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
+    """It can go to a file through a link. The new one is made beside its place, since nothing can
+    be moved from one disk to another, and a folder that has appeared there is not replaced."""
+    file, folder = tmp_path / "deep" / "file", tmp_path / "folder"
+    write_text(file, "old")
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(file, interrupting(lambda fresh: fresh.write_text("half"), 1, after=True))
+    assert file.read_text() == "old"
+    write_text(tmp_path / "link", "new")
+    assert file.read_text() == "new" and [*file.parent.iterdir()] == [file]
+    write_whole(folder, write_folder)
+    with pytest.raises(OSError):
+        write_whole(folder, write_folder)
+    assert (tmp_path / ".new-folder/config.json").read_text() == "new"  # nothing is lost
+
+
+@pytest.mark.parametrize("leave", [
+    lambda fresh: fresh.write_text("half"), lambda fresh: fresh.symlink_to(fresh.parent),
+    lambda fresh: (fresh / "deep").mkdir(parents=True)], ids=["a file", "a link", "a folder"])
+def test_what_a_killed_run_has_left_is_no_part_of_a_result(leave, tmp_path):
+    for name in "folder", "text":
+        leave(tmp_path / f".new-{name}")
+    write_whole(tmp_path / "folder", write_folder)
+    write_text(tmp_path / "text", "new")
+    assert [x.name for x in (tmp_path / "folder").iterdir()] == ["config.json"]
+    assert (tmp_path / "text").read_text() == "new"
+    assert {x.name for x in tmp_path.iterdir() if not x.is_symlink()} == {"folder", "text"}
+
+
+def test_what_is_written_has_the_mode_of_a_new_file_or_that_of_the_one_it_replaces(tmp_path):
+    """Whatever the writer gave it: safetensors lets nobody else read."""
+    model = tiny("llama")
+    part = dict(model.named_parameters())
+    before = os.umask(0o027)
+    try:
+        (tmp_path / "old").write_text("")
+        (tmp_path / "old").chmod(0o664)
+        for name in "old", "new":
+            save_part(tmp_path / name, "a thing", model, part)
+        write_text(tmp_path / "text", "")
+        write_whole(tmp_path / "folder",
+                    lambda fresh: (fresh.mkdir(), save_file(part, fresh / "b")))
+    finally:
+        os.umask(before)
+    modes = {x.name: x.stat().st_mode & 0o777 for x in tmp_path.rglob("*") if x.is_file()}
+    assert modes == {"old": 0o664, "new": 0o640, "text": 0o640, "b": 0o640}
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
+    """It is asked for seconds, not for a minute, and only where nothing of the model or of the
+    released head lies here."""
+    asked = []
+
+    def ask(self, url, timeout):
+        asked.append(timeout)
+        raise OSError("no\n network")
+
+    def read(path, **_):
+        raise OSError("not here")
+    monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read)
+    for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
+        with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
+            act()
+    monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
+    for path in "nope/model", str(ROOT / "models/target"):
+        with pytest.raises(InputError, match="not here$"):
+            load_checked(path, None, None)
+    assert len(asked) == 2 and max(asked) < 10
