@@ -132,6 +132,8 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
         help="run models by CUDA graphs, which saves launches (default: on a GPU)")
     add("--pack", action=BooleanOptionalAction, default=True,
         help="on a CPU, put large weights into another order where that is faster (default)")
+    add("--invariant", action="store_true",
+        help="make the target batch-invariant: all lossless methods write one text in every type")
     add("--show", nargs="?", const="always", default="auto", choices=["auto", "always", "never"],
         help="print right guesses in green; auto, the default: on a terminal")
     add("--compare", action="store_true",

@@ -49,6 +49,7 @@ from hybrid.hybrid import GUESSES  # noqa: E402
 from models import tasks  # noqa: E402
 from support.engine import EngineLM, depth_of, vocab_size  # noqa: E402
 from support.graphs import GraphedLM  # noqa: E402
+from support.invariant import make_invariant  # noqa: E402
 from support.loading import check, load_checked  # noqa: E402
 from support.packed import is_packed, pack  # noqa: E402
 from training.loop import answer_all, require  # noqa: E402
@@ -242,7 +243,12 @@ class Bench:
                              "has another vocabulary")
         if self.args.graphs:
             check(model, functools.partial(GraphedLM, waits=False))  # once more, by replays
-        return pack(model) if self.args.pack else model
+        return self.prepare(model, self.args.pack, path == self.args.target)
+
+    def prepare(self, model, packed: bool, is_target: bool):
+        """Pack a model if asked for, and make the target batch-invariant if the bench has to."""
+        model = pack(model) if packed else model
+        return make_invariant(model) if self.args.invariant and is_target else model
 
     def cache(self, path: str, kind: type[EngineLM] | None = None) -> EngineLM:
         """Give a model a cache of its own, as the kind of CachedLM that a method asks for."""
@@ -319,7 +325,7 @@ class Bench:
             model.times.append(time.perf_counter())
         model.register_forward_pre_hook(note)
         model.register_forward_hook(note)
-        return pack(model) if packed else model
+        return self.prepare(model, packed, name == "target")
 
     def share_of_bandwidth(self, seconds: float) -> float:
         """Return the share of the memory's bandwidth that calls of one row reach.
@@ -519,6 +525,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graphs", action="store_true", help="passes of few widths, on a GPU as CUDA graphs")
     add("--pack", action=argparse.BooleanOptionalAction, default=True,
         help="on a CPU, put large weights into blocks where that is faster (support/packed.py)")
+    add("--invariant", action="store_true",
+        help="make the target batch-invariant, also for `generate` (support/invariant.py)")
     add("--only", nargs="*", default=[], help="AR and the rows named so, or whose names begin so")
     add("--row", action="append", default=[],
         help='another row, such as "medusa --nodes 16", repeatable')

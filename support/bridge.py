@@ -60,7 +60,7 @@ def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criter
     names = [type(x).__name__ for x in logits_processor]
     refused += [x for x in names if not (config.do_sample and x.endswith("Warper"))]
     mask = model_kwargs.get("attention_mask")  # some versions give one of all tokens
-    masked = model.config._attn_implementation in ("eager", "sdpa", "grouped")
+    masked = model.config._attn_implementation in ("eager", "sdpa", "grouped", "invariant")
     mode, prepare = config.get_generation_mode(), model.prepare_inputs_for_generation
     asked = {"several texts": len(input_ids) > 1, "padding": mask is not None and not mask.all(),
              mode: mode not in ("greedy_search", "sample"),

@@ -1,0 +1,234 @@
+"""This file changes a model so that the bits of a row do not depend on the other rows of its call.
+The field calls such a model *batch-invariant*.
+
+The lossless methods promise the text that a model writes token by token. But a call of many rows
+rounds otherwise than a call of one row. In float32 the difference is too small to change a choice.
+In half precision two tokens often have nearly the same logit, and many texts part there. A changed
+model computes the same bits in a tree, in a prompt and in a call of one row. So all methods write
+one text in every type, and so does transformers' own `generate`.
+
+A row depends on others in four ways. This is what becomes of each:
+
+    attention       The number and the order of the slots that are summed change the rounding. Here
+                    sums run in float64. There a product of two numbers of half precision is exact,
+                    and a sum is off by 2⁻⁵⁰, so that all orders of the slots round alike.
+    linear layers   A kernel is chosen by the number of rows. Each number is tried once. If a call
+      and norms     of so many rows has other bits than a call of 16, zeros fill the rows up to a
+                    number that has the bits of 16.
+    activations     A CPU computes most numbers of a tensor in vectors, and the last ones one by
+      and rotary    one, by another formula. So activations run in float64, and angles in calls of
+      positions     16 positions, which are whole vectors.
+    experts         An expert gets as many rows of a call as chose it. So they run row by row.
+
+    model = make_invariant(model)     # after `pack`, and on the device where it will run
+
+What is tried holds for this machine, device, type and number of threads. Therefore the change ends
+with a proof: some trees are compared with their paths in bits, and a model that fails is refused.
+So is a model with recurrent layers. Its states are sums over a text, which each call splits in
+another place.
+"""
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.activations import ACT2CLS
+from transformers.pytorch_utils import Conv1D
+
+from common import CachedLM, InputError, ancestor_mask
+from support.recurrent import has_states
+
+SIZE = 16  # rows of the calls whose bits count
+MOST = 1 << 22  # scores that attention computes at once, of 8 bytes each
+TREES = ((3, 2), (20, 7), (50, 17), (90, 33))  # the proof's trees: tokens of context, and nodes
+ACTIVATIONS = {x[0] if isinstance(x, tuple) else x for x in ACT2CLS.values()}
+
+
+# -------------------------------------------------------------------------------------- attention
+def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Multiply x [B, heads, n, i] by y [B, key heads, i, j]: query heads share a key head."""
+    B, heads, n, i = x.shape
+    return (x.reshape(B, y.shape[1], -1, i) @ y).view(B, heads, n, -1)
+
+
+def invariant_attention(module, query, key, value, attention_mask, scaling=None, softcap=None,
+                        s_aux=None, **_):
+    """Compute attention in float64, and round the output to the model's type.
+
+    query           [B, heads, n, d]
+    key, value      [B, key heads, slots, d]
+    attention_mask  [B, 1, n, slots], true or 0 where a row sees a slot. None: each row sees all
+                    slots up to its own, which is one of the last n
+    scaling         the number that scores are multiplied by. None: 1 / √d
+    softcap         the number at which scores are softly capped. None: they are not
+    s_aux           [heads], the scores of sinks, which take attention and have no values
+    returns         the output [B, n, heads, d], and no weights
+    """
+    B, heads, n, d = query.shape
+    slots = key.shape[2]
+    mask = attention_mask
+    if mask is None:
+        mask = torch.ones(1, 1, n, slots, device=query.device).tril(slots - n) > 0
+    mask = mask if mask.dtype == torch.bool else mask == 0
+    queries, keys, values = (x.double() for x in (query, key, value))
+    parts, rows = [], max(1, MOST // (B * heads * slots))
+    for q, seen in zip(queries.split(rows, 2), mask[..., :slots].split(rows, 2)):
+        scores = multiply(q, keys.mT) * (d ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        # With -inf a row of padding, which sees no slot, would become nan.
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if s_aux is not None:
+            sinks = s_aux.double().view(1, -1, 1, 1).expand(B, -1, scores.shape[2], 1)
+            scores = torch.cat([scores, sinks], -1)
+        parts.append(multiply(scores.softmax(-1)[..., :slots], values))
+    return torch.cat(parts, 2).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("invariant", invariant_attention)
+AttentionMaskInterface.register("invariant", AttentionMaskInterface()["sdpa"])
+
+
+# ----------------------------------------------------------------------------------- other layers
+class Sizes(dict):
+    """For numbers of rows that were met before, the number of rows that calls have.
+
+    Layers of one kind share it. A copy of the model tries anew: its weights are not packed.
+    """
+
+    def __deepcopy__(self, memo: dict) -> "Sizes":
+        return memo.setdefault(id(self), Sizes())
+
+
+def run_rows(part, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
+    """Run a layer on rows x [..., d], in calls whose numbers of rows all have the same bits."""
+    rows = x.reshape(-1, x.shape[-1])
+    n = len(rows)
+    if n == 0:  # the LM head reads none in a pass over a prompt
+        return type(part).forward(part, x)
+    if n not in sizes:
+        sizes[n] = find_size(part, rows)
+    calls = F.pad(rows, (0, 0, 0, -n % sizes[n])).split(sizes[n])
+    found = [type(part).forward(part, some) for some in calls]
+    return torch.cat(found)[:n].view(*x.shape[:-1], -1)
+
+
+@torch.no_grad()
+def find_size(part, rows: torch.Tensor) -> int:
+    """Find how many rows a call may have that computes these rows with the bits of SIZE rows.
+
+    The rows that are tried are equal, so all of them must give the same bits. A kernel's order of
+    summing depends on shapes, and not on numbers, so this holds for all rows.
+    """
+    rng, n = torch.Generator().manual_seed(0), len(rows)
+    row = torch.randn(1, rows.shape[1], generator=rng).to(rows)
+
+    def run(size: int) -> torch.Tensor:
+        return type(part).forward(part, row.expand(size, -1).contiguous())
+    right, tried = run(SIZE)[0], (n, n + -n % 4, n + -n % SIZE)
+    return next((size for size in tried if (run(size) == right).all()), SIZE)
+
+
+def run_alone(part, x: torch.Tensor):
+    """Run a block of experts on one row at a time. It returns x, or a tuple that begins with x."""
+    found = [type(part).forward(part, row) for row in x.reshape(-1, 1, 1, x.shape[-1])]
+    if isinstance(found[0], tuple):
+        first, *others = map(torch.cat, zip(*found))
+        return first.view(x.shape), *others
+    return torch.cat(found).view(x.shape)
+
+
+def run_positions(part, x: torch.Tensor, position_ids: torch.Tensor, *kind, **named) -> tuple:
+    """Compute the cosines and sines of positions [B, n], SIZE positions at a time."""
+    n = position_ids.shape[1]
+    parts = F.pad(position_ids, (0, -n % SIZE)).split(SIZE, 1)
+    found = [type(part).forward(part, x, some, *kind, **named) for some in parts]
+    return tuple(torch.cat(some, 1)[:, :n] for some in zip(*found))
+
+
+def run_double(part, x: torch.Tensor) -> torch.Tensor:
+    """Run an activation in float64, and round to the type of its input."""
+    return type(part).forward(part, x.double()).to(x.dtype)
+
+
+def widen(head, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+    """Let the model cap its logits in float64. This is a hook of the LM head."""
+    return logits.double()
+
+
+def narrow(model, args: tuple, output):
+    """Round the capped logits to the model's type. This is a hook of the model."""
+    output.logits = output.logits.to(model.dtype)
+    return output
+
+
+def change_layer(part: torch.nn.Module, alike: dict) -> None:
+    """Replace the `forward` of a layer whose rows would depend on each other.
+
+    alike   for each kind of layer its Sizes
+    """
+    kind, inner = type(part), dict(part.named_children())
+    weight = getattr(part, "weight", None)
+    if "experts" in inner:
+        part.forward = partial(run_alone, part)
+    elif isinstance(part, (torch.nn.Linear, Conv1D)) or "Norm" in kind.__name__ and not inner:
+        shape = getattr(weight, "shape", None), getattr(weight, "is_mkldnn", False)
+        part.forward = partial(run_rows, part, alike.setdefault((kind, shape), Sizes()))
+    elif "Rotary" in kind.__name__:
+        part.forward = partial(run_positions, part)
+    elif kind in ACTIVATIONS:
+        part.forward = partial(run_double, part)
+
+
+# -------------------------------------------------------------------------------------- the model
+@torch.inference_mode()
+def make_invariant(model, run_as: type[CachedLM] = CachedLM):
+    """Change a model, in place, so that the bits of a row do not depend on the rows beside it.
+
+    run_as   the kind of CachedLM that it will run as
+    returns  the same model. InputError for one that cannot be changed, or that fails the proof
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if has_states(model) or not model._supports_attention_backend:
+        raise InputError("--invariant needs layers that attend by transformers' interface, and no "
+                         f"recurrent ones, got {name}")
+    ids = torch.tensor([[7, 5, 3, 6, 4, 3, 8]], device=model.device) % config.vocab_size
+    before = model(input_ids=ids, use_cache=False).logits.float()
+    model.set_attn_implementation("invariant")
+    alike = {}
+    for part in model.modules():
+        change_layer(part, alike)
+    if getattr(config, "final_logit_softcapping", None):
+        model.get_output_embeddings().register_forward_hook(widen)
+        model.register_forward_hook(narrow)
+    after = model(input_ids=ids, use_cache=False).logits.float()
+    error = (after - before).abs().mean() / before.abs().mean()
+    if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise InputError(f"--invariant changes the logits of {name} by {error:.1e}")
+    prove(model, run_as)
+    return model
+
+
+@torch.inference_mode()
+def prove(model, run_as: type[CachedLM]) -> None:
+    """Compare trees with paths in bits. InputError if they differ.
+
+    A path is fed one row a call, and so is the end of its context.
+    """
+    lm = run_as(model)
+    for length, n in TREES:
+        length = min(length, lm.max_length - n.bit_length())  # which is how deep the tree is
+        ids = [(i * i + 5 * i) % lm.vocab for i in range(length + n)]
+        context, nodes = ids[:length], ids[length:]
+        parents = [(node + 1) // 2 - 1 for node in range(n)]  # two children for each node
+        lm.start(context)
+        tree = lm.forward(nodes, parents).clone()
+        path = ancestor_mask(parents)[-1].nonzero().flatten().tolist()
+        lm.start(context[:-2])
+        alone = []
+        for token in context[-2:] + [nodes[node] for node in path]:
+            alone.append(lm.forward([token]))
+            lm.commit([0])
+        if not torch.equal(torch.cat(alone[2:]), tree[path]):
+            raise InputError("--invariant needs trees with the bits of their paths, which "
+                             f"{type(model).__name__} lacks in {model.dtype} with {n} nodes")

@@ -1,0 +1,213 @@
+"""Batch-invariant models (support/invariant.py): a row has the same bits whatever stands beside it,
+in three types, so that all methods and transformers' `generate` write one text."""
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from torch.nn import SiLU
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import families
+from cli.run import kind_for
+from common import CachedLM, InputError, autoregressive
+from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED, SHAPE,
+                      tiny)
+from fake_cuda import FakeCuda
+from helpers import tokens_of
+from methods import METHODS, chunks_of
+from support import invariant, packed
+from support.engine import EngineLM
+from support.graphs import GraphedLM
+from support.invariant import SIZE, make_invariant, prove, run_double, run_positions
+from support.packed import is_packed, list_types, pack
+
+EVERY = [*FAMILIES, *MORE_FAMILIES, *OTHERS, *SCALED, *LOOKUPS]
+REFUSED = {*RECURRENT, *OTHERS, "stablelm"}  # states, or attention of the family's own
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+PROMPT = [3, 1, 4, 1, 5]
+
+
+# ------------------------------------------------------------------------- layers one by one
+
+def test_an_activation_does_not_depend_on_a_numbers_place():
+    """Of 7 numbers a CPU computes some outside vectors, and of 64 rows of them others."""
+    layer, x = SiLU(), torch.randn(500, 7, generator=torch.manual_seed(0))
+    alone = [run_double(layer, row) for row in x[:, None]]
+    assert torch.equal(run_double(layer, x), torch.cat(alone))
+
+
+def test_angles_do_not_depend_on_a_positions_place():
+    config = FAMILIES["llama"]
+    layer, x = LlamaRotaryEmbedding(type(config)(**SHAPE | dict(head_dim=2))), torch.zeros(1)
+    places = torch.arange(100, 200)[None]
+    alone = [run_positions(layer, x, place[None, None]) for place in places[0]]
+    for whole, some in zip(run_positions(layer, x, places), zip(*alone)):
+        assert torch.equal(whole, torch.cat(some, 1))
+
+
+def test_a_model_whose_rows_depend_on_others_is_refused():
+    """Such as one with a layer that knows how many rows there are."""
+    model = tiny("llama")
+    model.model.layers[0].register_forward_hook(
+        lambda layer, args, output: output * (1 + 1e-6 * (output.shape[1] > SIZE)))
+    with pytest.raises(InputError, match="^--invariant needs trees with the bits of [^\n]*$"):
+        make_invariant(model)
+
+
+def test_a_model_that_would_compute_something_else_is_refused(monkeypatch):
+    """Such as one whose attention has an argument that this attention does not know."""
+    monkeypatch.setattr(invariant, "run_double", lambda layer, x: x)
+    with pytest.raises(InputError, match="^--invariant changes the logits of Llama"):
+        make_invariant(tiny("llama"))
+
+
+def test_a_short_context_limits_the_proof():
+    prove(make_invariant(tiny("gpt2", n_positions=24)), EngineLM)
+
+
+def test_caps_of_scores_and_of_logits_count():
+    """A change that forgot them would compute something else, and be refused."""
+    make_invariant(tiny("gemma2", attn_logit_softcapping=0.5, final_logit_softcapping=0.5))
+
+
+# ------------------------------------------------------------------------------------------ trees
+
+def check_trees(lm: CachedLM, seed: str, nodes: tuple[int, int] = (1, 64)) -> None:
+    """Compare three random trees with some of their paths in bits, one row a call."""
+    rng, alone = random.Random(seed), type(lm)(lm.model)
+    for _ in range(3):
+        n = rng.randint(*nodes)
+        ids = [rng.randrange(lm.vocab) for _ in range(n)]
+        parents = [-1, *(rng.randrange(i) for i in range(1, n))]
+        context = [rng.randrange(lm.vocab) for _ in range(rng.randint(0, CONTEXT - 70))]
+        lm.start(context)
+        tree = lm.forward(ids, parents)
+        for node in {0, rng.randrange(n)}:
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            alone.start(context[:-1])
+            for token in context[-1:] + [ids[node] for node in path]:
+                logits = alone.forward([token])
+                alone.commit([0])
+            assert torch.equal(logits[0], tree[node]), (n, len(context), len(path))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("family", EVERY)
+def test_trees_have_the_bits_of_their_paths(family, dtype):
+    model = tiny(family).to(dtype)
+    if family in REFUSED:
+        with pytest.raises(InputError, match="^--invariant needs layers that attend by [^\n]*$"):
+            make_invariant(model)
+        return
+    check_trees(EngineLM(make_invariant(model)), f"{family} {dtype}")
+
+
+@pytest.mark.parametrize("dtype", sorted(list_types(), key=str), ids=str)
+def test_packed_weights_of_a_copy(dtype, monkeypatch):
+    """A model that was packed before, whose copy has ordinary weights, and other bits."""
+    monkeypatch.setattr(packed, "LEAST", 0)
+    monkeypatch.setattr(packed, "is_faster", lambda layers, tables: True)
+    model = make_invariant(pack(tiny("llama").to(dtype)))
+    assert is_packed(model)
+    for some in model, copy.deepcopy(model):
+        check_trees(EngineLM(some), "packed")
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gpt-oss"])
+def test_passes_of_few_shapes(family, dtype):
+    """All slots of their buffers are attended to, and rows are repeated."""
+    model = make_invariant(tiny(family).to(dtype), GraphedLM)
+    check_trees(GraphedLM(model), family)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("run_as", [EngineLM, GraphedLM])
+@pytest.mark.parametrize("family", ["llama", "gemma2-capped", "gpt2", "qwen3", "cohere2"])
+def test_a_gpu(family, run_as, dtype):
+    """Captured graphs, too. Experts cannot be captured, so these families have none."""
+    check_trees(run_as(make_invariant(tiny(family).to("cuda").to(dtype), run_as)), family)
+
+
+def test_graphs_of_a_simulated_gpu():
+    with FakeCuda() as gpu:
+        model = make_invariant(tiny("llama").to("cuda").to(torch.bfloat16), GraphedLM)
+        check_trees(GraphedLM(model), "simulated", (9, 16))
+    assert gpu.counts["replays"] > 0
+
+
+# ------------------------------------------------------------------------------------------ texts
+
+def tie_logits(model) -> None:
+    """Give each token a twin with nearly its logits: a rounding decides which of both is chosen."""
+    head = model.get_output_embeddings().weight.data
+    half = len(head) // 2
+    noise = 1 + 0.01 * torch.randn(half, head.shape[1], generator=torch.manual_seed(0))
+    head[half:2 * half] = head[:half] * noise
+
+
+@functools.cache
+@torch.inference_mode(False)
+def model_of(dtype: torch.dtype, changed: bool = True):
+    model = tiny("llama", tie_word_embeddings=False)
+    tie_logits(model)
+    model = model.to(dtype)
+    return make_invariant(model) if changed else model
+
+
+def line_of(name: str, model):
+    """Make the line of a method for a model, whose trained parts are of the model's type."""
+    torch.set_default_dtype(model.dtype)
+    try:
+        return METHODS[name](model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def texts_of(name: str, model) -> tuple[list[int], list[int]]:
+    """Return a method's text, and the autoregressive one of the model that writes it."""
+    line = line_of(name, model)
+    target = kind_for(line.method, EngineLM)(model)
+    found = tokens_of(chunks_of(line, target, PROMPT), 40)
+    return found, tokens_of(autoregressive(CachedLM(line.text_of or model), PROMPT), 40)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "triforce"])
+def test_every_method_writes_one_text_in_bfloat16(name):
+    """TriForce replaces the attention of the target, and refuses this one."""
+    found, expected = texts_of(name, model_of(torch.bfloat16))
+    assert found == expected and len({*expected}) > 3
+
+
+def test_texts_part_without_the_change():
+    """Or the test above would show nothing."""
+    names = ["lookahead", "speculative", "bita", "recycling", "sequoia", "hybrid, n-grams"]
+    pairs = [texts_of(name, model_of(torch.bfloat16, False)) for name in names]
+    assert sum(found != expected for found, expected in pairs) >= 3
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("how", ["plain", "prompt lookup", "a draft"])
+def test_generate_writes_this_text(how, dtype):
+    """It hands over boolean masks, or none."""
+    model, ids = model_of(dtype), torch.tensor([PROMPT])
+    options = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 4},
+               "a draft": {"assistant_model": families.near(model, 0.01)}}[how]
+    [found] = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40,
+                             do_sample=False, eos_token_id=None, pad_token_id=1, **options)
+    expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 40)
+    assert found[len(PROMPT):].tolist() == expected
+
+
+def test_a_long_prompt_is_read_in_parts(monkeypatch):
+    """Attention computes few scores at a time then. Windows and sinks are those of each part."""
+    model = make_invariant(tiny("gpt-oss"))
+    ids = torch.arange(90)[None] % model.config.vocab_size
+    whole = model(input_ids=ids).logits
+    monkeypatch.setattr(invariant, "MOST", 1000)
+    assert torch.equal(model(input_ids=ids).logits, whole)
