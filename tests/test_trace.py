@@ -10,7 +10,6 @@ from cli.trace import ORIGINALS, PAGE, make_page, watch
 from common import autoregressive, greedy
 from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
-from speculative import speculative
 from support.engine import EngineLM
 from sources import FILES, functions_of
 
