@@ -8,8 +8,8 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from cli.prompts import (encode_data, encode_pair, encode_prompts, read_input, read_pairs,
-                         read_prompts)
+from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
+                         read_prompts, read_texts)
 from common import InputError
 from helpers import ROOT
 
@@ -25,7 +25,16 @@ def test_standard_input_is_utf_8(monkeypatch, data):
     # Python opens standard input with this newline, except on Windows.
     stdin = io.TextIOWrapper(io.BytesIO(data.encode()), encoding="ascii", newline="\n")
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert read_input() == "é\n漢\n"
+    assert read_texts(["a", "-"], ["b"]) == ["a", "é\n漢\n"]  # --prompt in place of the file
+
+
+def test_prompts_of_a_file_or_the_examples(monkeypatch):
+    """The examples may be gone if there are other prompts."""
+    assert read_texts([], None) == read_prompts(ROOT / "models/examples.jsonl")
+    monkeypatch.setattr(read_prompts, "__defaults__", ("gone",))
+    assert read_texts([], ["b"]) == ["b"] and read_texts(["a"], None) == ["a"]
+    with pytest.raises(argparse.ArgumentTypeError, match="gone"):
+        read_texts([], None)
 
 
 def rows(*rows: dict) -> bytes:
