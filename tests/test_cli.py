@@ -357,7 +357,6 @@ speculative --draft a --draft b
 mjsd --method mjgd --temperature 1
 bita --tree oak
 survey.masks tune --data {odd}/pairs --prompts models/examples.jsonl
-survey.sequoia --nodes 1
 survey.several_drafts --K 1537
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors

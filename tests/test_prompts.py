@@ -3,13 +3,15 @@ template and into token ids."""
 import argparse
 import io
 import json
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
-                         read_prompts, read_texts)
+                         read_prompts, read_texts, split_texts)
 from common import InputError
 from helpers import ROOT
 
@@ -160,6 +162,14 @@ def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embe
     expected = tuple(x if isinstance(x, list) else chat.encode(x, add_special_tokens=False)
                      for x in (prompt, answer))
     assert encode_pair(embedded[0], chat, row | {"where": "line 1"}, in_chat) == expected
+
+
+def test_an_answer_is_taken_out_of_the_whole_text():
+    """Some tokenizers put a blank before a text. If a token is of both, the answer stands alone."""
+    blank, pairs = (SimpleNamespace(encode=lambda text, form=form, **_: re.findall(*form(text)))
+                    for form in (lambda text: (".", f"_{text}"), lambda text: ("..?", text)))
+    assert split_texts(blank, "ab", "c", True) == (["_", "a", "b"], ["c"])
+    assert split_texts(pairs, "abc", "de", True) == (["ab", "c"], ["de"])
 
 
 @pytest.mark.parametrize("row, said", [

@@ -22,7 +22,7 @@ from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 930, "models": 930, "results": 355, "tests": 7910,
+LIMITS = {"root": 1160, "cli": 930, "models": 930, "results": 355, "tests": 7913,
           "hybrid support survey training": 4520}  # lines of code; prose has no limit
 
 
