@@ -21,12 +21,12 @@ from cli.files import read_lines, read_prompts
 from cli.loading import encode_prompts
 from cli.main import Table, perform, run_script
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
-                         read_ranges, select_options)
+                         select_options)
 from common import eos_ids, until
 from support.engine import require
 from support.files import check_result, explain_errors
 from support.loading import load_checked
-from support.settings import Pair, Settings, use_settings
+from training.settings import RANGES, Pair, Settings, use_settings
 
 # The date that chat templates write into what a command learns from. With the date of the day a
 # training that was stopped would have other prompts on the next day, and would begin anew.
@@ -188,8 +188,8 @@ def perform_command(command, argv: list[str]) -> int | None:
     returns  the exit status, or nothing if all went well
     """
     args = parse_command(command, argv)
-    options = select_options(args, command, ranges=read_ranges(Settings))
-    settings = select_options(args, Settings)
+    options = select_options(args, command, ranges=RANGES)
+    settings = select_options(args, Settings, ranges=RANGES)
     if "out" in options:
         check_result("out", options["out"], "")
         require(options.get("work") != options["out"], "work", "another place than --out",

@@ -134,8 +134,7 @@ class Part(torch.nn.Module):
     """This is a module that is trained beside a frozen model, such as a head.
 
     Other classes, such as `Tuned` of low_rank.py, are parts too if they have these attributes,
-    `trainable()`, `parameters()` and `header()`. A part that can lack tokens has keep(tokens) as
-    well, which lets it guess only these, in this order.
+    `trainable()`, `parameters()` and `header()`.
 
     title   what it is, in words that an error message can use
     taps    the layers whose inputs it reads (layers.py). None: it reads what the LM head reads
@@ -147,6 +146,11 @@ class Part(torch.nn.Module):
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return by name the parameters that are trained, and kept in a file."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def keep(self, vocab: list[int]) -> None:
+        """Let a draft model `lm` guess only the tokens of `vocab`, and its head have them so."""
+        self.vocab = self.vocab[vocab]
+        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
     def header(self) -> dict:
         """Return what `make` of `load_trained` needs to make such a part, and JSON can hold."""
@@ -192,7 +196,8 @@ def match_type(part: torch.nn.Module, model):
     Buffers keep theirs. Rotary frequencies would lose most of their digits in bfloat16.
     """
     for p in part.parameters():
-        p.data = p.data.to(model.dtype)
+        if p.dtype != model.dtype:
+            p.data = p.data.to(model.dtype)
     return pack(part) if is_packed(model) and isinstance(part, torch.nn.Module) else part
 
 
