@@ -1,11 +1,9 @@
 """This file keeps what was trained or measured for a model, and has helpers of trained parts.
 
-    require                   refuses a value of an option
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     Part                      a module that is trained beside a frozen model
     save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
-    refuse_integers           refuses a model whose weights are quantised
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
     head_for                  an LM head that has only some of a model's tokens
