@@ -23,7 +23,7 @@ from training.settings import OPTIONS
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
 LIMITS = {"root": 1160, "cli": 858, "models": 930, "results": 370, "tests": 8064,
-          "hybrid support survey training": 4620}  # lines of code; prose has no limit
+          "hybrid support survey training": 4624}  # lines of code; prose has no limit
 
 
 
