@@ -21,7 +21,7 @@ from transformers.utils import chat_template_utils
 from common import InputError, eos_ids, until
 from support.engine import MODELS
 from support.files import explain, explain_errors
-from support.settings import Pair
+from training.settings import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a
 # training that was stopped would have other prompts on the next day, and would begin anew.

@@ -282,8 +282,8 @@ MUTANTS = {
     "support/released.py": [
         ("weights_only=True", "weights_only=False", "a pickled file may run code"),
         ("own = share_weights(module)", "own = module", "a head's table is put into the target"),
-        ("fc[:, draft.form.order]", "fc", "columns stand for layers in another order"),
-        ("0 if causal else 1 - window", "0", "sliding layers never look ahead"),
+        ("fc[:, columns]", "fc", "columns stand for layers in another order"),
+        ("0 if causal else 1 - high", "0", "sliding layers never look ahead"),
         ("torch.arange(len(offsets)) + offsets", "offsets", "rows stand for other tokens")],
     "support/layers.py": [
         ("new = share_weights(model)", "new = model", "a view changes the model itself"),
