@@ -120,13 +120,6 @@ def test_the_loss_by_hand():
 
 # ------------------------------------------------------------------------------------- tuning
 
-def note_losses(monkeypatch) -> list[float]:
-    """Let the loss of each step be kept in the list that is returned."""
-    losses, loss_of = [], module.sar_loss
-    monkeypatch.setattr(module, "sar_loss", lambda *x: losses.append(loss_of(*x)) or losses[-1])
-    return losses
-
-
 def tune(path, model=LLAMA, **how):
     """Tune on the answers to a few prompts, all of them in each step unless told otherwise."""
     options = dict(P=3, M=2, steps=20, batch=8, max_new_tokens=8, lr=1e-2) | how
@@ -160,7 +153,8 @@ def test_updates_by_hand(tmp_path):
 def test_ctrl_c_saves_what_a_next_run_goes_on_from(tmp_path, monkeypatch, capsys):
     """All answers are in each batch. So the first loss of the run that goes on is that of the step
     at which Ctrl-C came, up to the rounding of the file."""
-    losses, backward = note_losses(monkeypatch), torch.Tensor.backward
+    losses, backward, loss_of = [], torch.Tensor.backward, module.sar_loss
+    monkeypatch.setattr(module, "sar_loss", lambda *x: losses.append(loss_of(*x)) or losses[-1])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(torch.Tensor, "backward", interrupting(backward, 6))
         tune(tmp_path / "half")

@@ -240,7 +240,7 @@ def test_greedy_text_in_passes_of_few_shapes(name):
 @pytest.mark.parametrize("name", [*(x for x in LINES if "nodes" in LINES[x].options), "space"])
 def test_trees_are_learnt_from_and_no_call_is_made_to_be_timed(name, monkeypatch):
     """Accepted guesses count as right. A round is one pass of the target, even if the clock chooses
-    the tree, which may have no guess."""
+    the tree, which may have no guess. No tree has more nodes than were asked for."""
     model, made = model_of("gpt2", context=120, vocab_size=8, seed=1), []
     begin = Acceptance.__init__
     monkeypatch.setattr(Acceptance, "__init__", lambda self, *given, **how: begin(
@@ -255,6 +255,8 @@ def test_trees_are_learnt_from_and_no_call_is_made_to_be_timed(name, monkeypatch
         with writer.register_forward_pre_hook(lambda *_: passes.append(0)):
             take(chunks, 8)
         assert len(log) == target.calls == len(target.passes) - 1 == len(passes) + 1 == 9
+        most = line.options.get("nodes", 99) - 1  # the root is a node, too
+        assert more or max(x["guessed"] for x in log) <= most
         if not name.startswith("hybrid"):  # its chances are those of its guessers
             [(learnt, hits)] = made
             assert sum(learnt.hits) == pytest.approx(hits + sum(x["accepted"] for x in log))
