@@ -11,9 +11,11 @@ METHODS of methods.py is the one table. A line says how a method is run on a tin
 tests take each line through these columns, on a CPU or, with
 `pytest --device cuda tests/test_lossless.py`, on a GPU:
 
-    text                 equals autoregressive text, greedy and of a seed. The greedy one goes to
-                         the last token of the context, past which the last guesses reach. It also
-                         follows a prompt that is cached in parts
+    text                 equals autoregressive text, greedy and of a seed, at temperatures of 0.7 to
+                         1.5 with top-k and top-p. The greedy one goes to the last token of the
+                         context, past which the last guesses reach. It also follows a prompt that
+                         is cached in parts
+    several prompts      are served one after the other, and a sampled text ends with its EOS
     autoregressive text  equals that of transformers' own generate
     no caches            guesses and acceptances are those of models without a cache (naive.py),
                          where guesses are often accepted. And nothing stale is left of earlier

@@ -22,7 +22,7 @@ from support.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 960, "models": 930, "results": 370, "tests": 7921,
+LIMITS = {"root": 1160, "cli": 960, "models": 930, "results": 370, "tests": 7918,
           "hybrid support survey training": 4520}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
