@@ -130,19 +130,19 @@ def test_updates_by_hand(tmp_path):
     """They are Adam's, of a gradient that is cut to a length of 1. The rate falls as a cosine.
     All answers are in each batch, from the prompt's last token on. The model stays as it is."""
     plain = Tuning(LLAMA, 3, 2)
-    adam = torch.optim.Adam(plain.parameters(), 1e-2)
+    adam = torch.optim.Adam(plain.parameters(), 0.3)
     data = [(p, tokens_of(autoregressive(CachedLM(LLAMA), p), 8)) for p in PROMPTS]
     batch = sample_anchors(data, 2, 64, random.Random(0))
     for step in range(4):
-        adam.param_groups[0]["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * step / 4))
+        adam.param_groups[0]["lr"] = 0.3 * 0.5 * (1 + math.cos(math.pi * step / 4))
         adam.zero_grad()
         sar_loss(mask_logits(LLAMA, plain.masks, plain.prompts, *batch[:2]), batch[2]).backward()
         length = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
-        assert length > 1
+        assert length > 1 or step > 1
         for p in plain.parameters():
-            p.grad /= length
+            p.grad /= max(1, length)
         adam.step()
-    tune(tmp_path / "file", steps=4)
+    tune(tmp_path / "file", steps=4, lr=0.3)
     tuned = load_tuning(str(tmp_path / "file"), LLAMA)
     for mine, p, begin in zip(tuned.parameters(), plain.parameters(),
                               Tuning(LLAMA, 3, 2).parameters()):
