@@ -22,8 +22,8 @@ from training.settings import OPTIONS
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 865, "models": 930, "results": 362, "tests": 8140,
-          "hybrid support survey training": 4750}  # lines of code; prose has no limit
+LIMITS = {"root": 1160, "cli": 860, "models": 930, "results": 362, "tests": 8125,
+          "hybrid support survey training": 4770}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
 
@@ -155,7 +155,7 @@ def test_a_decoding_imports_little():
     methods, and imports seven files beside common.py."""
     assert len(needs("hybrid.hybrid")) <= 7
     files = copied_with("cli.main") | copied_with("cli.trajectory")
-    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1680
+    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1700
 
 
 # -------------------------------------------------------------------------------- short, narrow
