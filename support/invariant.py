@@ -172,8 +172,8 @@ def change_layer(part: torch.nn.Module, alike: dict) -> None:
     if "experts" in inner:
         part.forward = partial(run_alone, part)
     elif isinstance(part, (torch.nn.Linear, Conv1D)) or "Norm" in kind.__name__ and not inner:
-        shape = getattr(weight, "shape", None), getattr(weight, "is_mkldnn", False)
-        part.forward = partial(run_rows, part, alike.setdefault((kind, shape), Sizes()))
+        alike_by = kind, type(weight), getattr(weight, "shape", None)  # packed weights are a type
+        part.forward = partial(run_rows, part, alike.setdefault(alike_by, Sizes()))
     elif "Rotary" in kind.__name__:
         part.forward = partial(run_positions, part)
     elif kind in ACTIVATIONS:

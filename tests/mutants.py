@@ -322,6 +322,7 @@ MUTANTS = {
     "cli/main.py": [
         ("min(self.args.max_new_tokens, self.context - len(prompt))", "self.args.max_new_tokens",
          "an answer exceeds the context"),
+        ("and not session.args.invariant", "", "--compare takes all differences for rounding"),
         ("return int(exact and found", "return int(False and found", "--compare never fails"),
         ("run.method not in session.table.lossy", "True", "--compare checks lossy methods")],
     "cli/options.py": [
