@@ -29,12 +29,14 @@ guesses. A part's chance p and the n-grams' q of a token become one chance (gues
 
 The tree grows best first. It ends where a node's chance is below the price of a row:
 
-    price = seconds that one more row takes (clock.py) · final tokens a second, by the latest rounds
+    rate       final tokens a second, by the latest rounds (clock.py)
+    row_price  rate · seconds that one more row takes
 
-One more row takes time in which ordinary rounds would have made `price` tokens. So a node is worth
-its row if its chance is higher. A pass of an MTP block has such a price too. It pays at a node if
-RIGHT times the node's chance, times that of the n-grams' best guess being wrong, is higher. On the
-embedded target this makes 2.48 times AR, the n-grams by themselves 2.29 and the block 2.00.
+One more row takes time in which ordinary rounds would have made `row_price` tokens. So a node is
+worth its row if its chance is higher. A pass of an MTP block has a price too, `pass_price`. It pays
+at a node if RIGHT times the node's chance, times that of the n-grams' best guess being wrong, is
+higher. On the embedded target this makes 2.48 times AR, the n-grams by themselves 2.29 and the
+block 2.00 (results/hybrid.md).
 
 In each round the number of rows to verify is chosen by chances and measured costs. This is the
 small readable form of a rule that others found for batches of texts and for other guesses:
@@ -54,7 +56,6 @@ The output is lossless, because a tree is complete before the target's tokens ar
 Chances are fitted for greedy decoding, and used at every temperature.
 """
 import heapq
-import sys
 from typing import Iterator
 
 from common import Sampler, begin, greedy, walk
@@ -95,15 +96,15 @@ def predict_children(ngrams: NGrams, path: tuple[int, ...], trained: Trained | N
 
 
 def grow_hybrid(root: int, ngrams: NGrams, trained: Trained | None, pool: list[float], most: int,
-                least: float, price: float) -> tuple[list[int], list[int], list[float]]:
+                row_price: float, pass_price: float) -> tuple[list[int], list[int], list[float]]:
     """Grow the tree of the likeliest nodes, best first.
 
-    root     the last token of the text
-    most     the most nodes of a tree, the root among them
-    least    the least chance of a node
-    price    how many tokens a pass of the trained part costs, above 0
-    returns  ids, parents and chances of the nodes, the root first. The chances never rise, so the
-             first n nodes are the best tree of n nodes
+    root        the last token of the text
+    most        the most nodes of a tree, the root among them
+    row_price   how many tokens a row costs, which is the least chance of a node
+    pass_price  how many tokens a pass of the trained part costs, above 0
+    returns     ids, parents and chances of the nodes, the root first. The chances never rise, so
+                the first n nodes are the best tree of n nodes
 
     The other arguments are those of `predict_children`.
     """
@@ -119,9 +120,9 @@ def grow_hybrid(root: int, ngrams: NGrams, trained: Trained | None, pool: list[f
         if len(ids) == most:
             break
         # A pass helps if the node is accepted and the best guess of the n-grams after it is not.
-        children = predict_children(ngrams, path[1:], trained, pool, RIGHT * chance / price)
+        children = predict_children(ngrams, path[1:], trained, pool, RIGHT * chance / pass_price)
         for token, share in children.items():
-            if chance * share >= least:
+            if chance * share >= row_price:
                 pushed += 1
                 heapq.heappush(heap, (-chance * share, pushed, len(ids) - 1, (*path, token)))
     return ids, parents, chances
@@ -160,15 +161,16 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
         trained.start(target.features, prompt[1:])
     ngrams = NGrams(prompt, store, facts["trust"], successors)
     root = prompt[-1]
-    clock = target.once(Clock, target, of=hybrid)
+    clock = target.once(Clock, target, key=(hybrid,))
     while True:
         # Guess: add nodes while they pay.
-        least, price = LEAST, PASS
+        row_price, pass_price = LEAST, PASS
         if not nodes:
-            second, row = clock.find_prices()
-            least, price = max(LEAST, row), 1e-9 + second * (trained.seconds if trained else 0)
-        ids, parents, chances = grow_hybrid(root, ngrams, trained, pool, nodes or MOST, least,
-                                            price)
+            rate, row_price = clock.find_prices()
+            row_price = max(LEAST, row_price)
+            pass_price = 1e-9 + rate * (trained.seconds if trained else 0)
+        ids, parents, chances = grow_hybrid(root, ngrams, trained, pool, nodes or MOST, row_price,
+                                            pass_price)
         # Verify.
         logits = target.forward(ids, parents)
         path, chunk = walk(ids, parents, sample(logits, target.places))
@@ -205,4 +207,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

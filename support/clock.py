@@ -91,12 +91,11 @@ class Clock:
     lm        the model that verifies, whose passes are the calls
     draft     a model whose passes are the steps of the guessing. Those over the prompt are the
               first notes of what a step takes. None: guesses are free before the first note
-    of        what guesses, by which `once` tells the clocks of a model apart
     calls     the Costs of calls by their rows
     steps     the Costs of steps of the guessing by their rows, with all else in a round
     """
 
-    def __init__(self, lm: EngineLM, draft: EngineLM | None = None, of=None):
+    def __init__(self, lm: EngineLM, draft: EngineLM | None = None):
         slope = SLOPES.get(lm.weight.device.type, SLOPES["cuda"])
         self.lm, self.calls, self.steps = lm, Costs(slope), Costs(slope)
         for rows, _, seconds in draft.passes if draft else ():
@@ -127,16 +126,17 @@ class Clock:
         return self.plan
 
     def find_prices(self) -> tuple[float, float]:
-        """Begin a round, and return the final tokens that a second costs, and one more row.
+        """Begin a round, and return a rate and a price for hybrid.py.
 
-        A second costs what the latest rounds make in a second, and so does a row of call and
-        guessing. Before the first round, a call of one row stands for them, which makes one token.
+        returns  the final tokens that a second makes, by the latest rounds, and how many of them
+                 one more row of call and guessing costs. Before the first round, a call of one row
+                 stands for the rounds, which makes one token
         """
         self.begin()
         (one, row), (_, guess) = self.calls.line(), self.steps.line()
         tokens, seconds = (self.tokens, self.seconds) if self.seconds else (1, one + row)
-        second = tokens / max(seconds, 1e-9)
-        return second, (row + guess) * second
+        rate = tokens / max(seconds, 1e-9)
+        return rate, rate * (row + guess)
 
     def begin(self) -> None:
         """Start a round, and note the passes over the prompt, if there were any."""

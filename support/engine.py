@@ -172,16 +172,18 @@ class EngineLM(RecurrentLM):
         self.features = torch.cat(seen, -1)[0]
         return logits
 
-    def once(self, make: Callable, *args, **options):
-        """Return make(*args, **options), which runs only the first time it is asked for.
+    def once(self, make: Callable, *args, key: tuple = ()):
+        """Return make(*args), which runs only the first time it is asked for.
 
         A method is called anew for each prompt, and prepares here what serves all prompts. All
         arguments must be hashable.
+
+        key   what tells results of the same arguments apart, such as what guesses
         """
-        key = make, args, *options.items()
+        key = make, args, *key
         if key not in self.memo:
             before, began = self.setup_seconds, time.perf_counter()
-            self.memo[key] = make(*args, **options)
+            self.memo[key] = make(*args)
             # A `make` that calls `once` itself has added its time already, so it counts once.
             self.setup_seconds = before + time.perf_counter() - began
         return self.memo[key]

@@ -134,8 +134,8 @@ class Part(torch.nn.Module):
     """This is a module that is trained beside a frozen model, such as a head.
 
     Other classes, such as `Tuned` of low_rank.py, are parts too if they have these attributes,
-    `trainable()` and `parameters()`. A part that can lack tokens has keep(tokens) as well, which
-    lets it guess only these, in this order.
+    `trainable()`, `parameters()` and `header()`. A part that can lack tokens has keep(tokens) as
+    well, which lets it guess only these, in this order.
 
     title   what it is, in words that an error message can use
     taps    the layers whose inputs it reads (layers.py). None: it reads what the LM head reads
@@ -148,19 +148,23 @@ class Part(torch.nn.Module):
         """Return by name the parameters that are trained, and kept in a file."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
+    def header(self) -> dict:
+        """Return what `make` of `load_trained` needs to make such a part, and JSON can hold."""
+        return {}
 
-def save_trained(path: Path, part: Part, model, **form) -> None:
+
+def save_trained(path: Path, part: Part, model) -> None:
     """Write a part to a file, which names the part's tokens only if it lacks some of the model's.
 
     path    the safetensors file to make
     part    the part
     model   the model that it is for
-    form    what `make` of `load_trained` needs to make such a part again, and JSON can hold
     """
+    header = part.header()
     every = len(model.get_output_embeddings().weight)
     if part.vocab is not None and len(part.vocab) < every:
-        form = form | {"vocab": part.vocab.tolist()}
-    save_part(path, part.title, model, part.trainable(), **form)
+        header["vocab"] = part.vocab.tolist()
+    save_part(path, part.title, model, part.trainable(), **header)
 
 
 def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Part]) -> Part:
@@ -169,8 +173,8 @@ def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Par
     path     the file
     title    what the part must be
     model    the model that it must be for
-    make     a function from the header, which has the `form` of `save_trained`, to a part with any
-             weights. It may raise any error if the header is wrong
+    make     a function from the part's `header()` to a part with any weights. It may raise any
+             error if the header is wrong
     returns  the part. InputError if the file is damaged, of another kind, or for another model
     """
     with explain_errors(f"a file of {title} for this model", path):

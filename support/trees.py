@@ -70,13 +70,12 @@ class Acceptance:
 
     prior    how often the best guess is expected to be right. The guesses of rank 1 are expected to
              be right in a quarter of the other cases, those of rank 2 in an eighth, and so on
-    of       what guesses, by which `once` tells apart what is learnt beside one model
 
     hits     [RANKS], how often the guess of each rank was right
     tried    [RANKS], how often there was one
     """
 
-    def __init__(self, prior: float, of=None):
+    def __init__(self, prior: float):
         others = [(1 - prior) / 2 ** (rank + 1) for rank in range(1, RANKS)]
         self.hits = [TRIALS * rate for rate in (prior, *others)]
         self.tried = [TRIALS] * RANKS

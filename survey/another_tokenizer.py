@@ -36,7 +36,6 @@ a string (SLRS).
 import codecs
 import json
 import math
-import sys
 from typing import Iterator
 
 from common import InputError, Sampler, greedy
@@ -260,4 +259,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

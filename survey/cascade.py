@@ -45,7 +45,6 @@ Departures from the paper or its released code:
 
 Left out: encoder-decoder models, as everywhere (common.py).
 """
-import sys
 from collections import Counter
 from itertools import takewhile
 from typing import Iterator, Sequence
@@ -273,4 +272,4 @@ COMMAND_LINE = dict(methods=[cascade], ranges={"gamma": (1, 3, 5, 8), "inner": (
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

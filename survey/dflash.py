@@ -76,7 +76,6 @@ drafts of one class (`speculation_type="dflash"`).
 """
 import heapq
 import random
-import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -84,7 +83,7 @@ from common import KVCache, Sampler, begin, greedy, walk
 from support.clock import Choice, Clock, list_sizes
 from support.engine import MODELS, EngineLM, depth_of
 from support.layers import read_taps, tap_widths
-from support.parts import Part, save_trained, score_with
+from support.parts import Part, score_with
 from support.released import describe_dflash, load_dflash, read_dflash
 from support.trees import Acceptance, keep_nodes, rank_tokens
 from training.loop import (compute_frozen, count_tokens, fit_part, low_precision, prepare_training,
@@ -139,6 +138,9 @@ class BlockDraft(Part):
         self.hidden_norm, self.norm = (Qwen3RMSNorm(h, self.form.rms_norm_eps) for _ in range(2))
         self.rotary = Qwen3RotaryEmbedding(self.form)
         self.to(model.device)
+
+    def header(self) -> dict:
+        return {"config": self.config}
 
     def read(self, features: torch.Tensor, cache: KVCache) -> None:
         """Add hidden states to a context: their keys and values in each layer.
@@ -272,8 +274,8 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
     # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
-    learnt = target.once(Acceptance, draft.prior, of=draft)
-    clock = target.once(Clock, target, of=draft)
+    learnt = target.once(Acceptance, draft.prior, key=(draft,))
+    clock = target.once(Clock, target, key=(draft,))
     while True:
         n = nodes or clock.choose(lambda: plan_block(learnt.rates(), draft.B - 1))
         ids, parents = [root], [-1]
@@ -389,17 +391,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
                 same.append(logits.argmax(-1) == tokens)
         right = torch.cat(same).float().mean().item()
         return {"right": right}, f"held-out guesses right {right:.3f}"
-    fit_part(draft, model, (config, batch, anchors), data, held_out, loss_of,
-             evaluate, steps=steps, lr=lr, seed=seed, work=work, name="dflash", rate=warm_cosine)
-    save_draft(out, draft, model)
+    fit_part(draft, model, (batch, anchors), data, held_out, loss_of, evaluate, out=out, work=work,
+             steps=steps, lr=lr, seed=seed, name="dflash", rate=warm_cosine)
 
 
 # ------------------------------------------------------------------------------------ the file
-
-def save_draft(path: Path, draft: BlockDraft, model) -> None:
-    """Write a draft's file, which says for which model it is."""
-    save_trained(path, draft, model, config=draft.config)
-
 
 def load_draft(path: str | Path, model) -> BlockDraft:
     """Read a draft from its file, or a released one. InputError if it does not fit the model."""
@@ -411,4 +407,4 @@ COMMAND_LINE = dict(methods=[dflash], commands=[train], ranges={"nodes": (4, 8, 
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -47,7 +47,6 @@ Departures:
   judges the draft after it was made. Why: no guess may depend on the coin that judges it.
 """
 import re
-import sys
 import timeit
 from pathlib import Path
 from typing import Iterator
@@ -318,4 +317,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

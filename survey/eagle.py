@@ -49,7 +49,6 @@ Departures:
 """
 import math
 import random
-import sys
 from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -59,7 +58,7 @@ from support.clock import MOST, Choice, Clock
 from support.engine import MODELS, EngineLM
 from support.layers import make_config
 from support.loading import check
-from support.parts import Part, head_for, load_trained, save_trained, score_with
+from support.parts import Part, head_for, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
@@ -132,6 +131,9 @@ class EagleLayer(Part):
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return what is trained and kept in a file, by the names of released files."""
         return {name.removeprefix("lm.model."): p for name, p in super().trainable().items()}
+
+    def header(self) -> dict:
+        return {"config": self.config.to_dict()}
 
     def keep(self, vocab: list[int]) -> None:
         """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
@@ -293,8 +295,8 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
     feed(draft, lm, [pairs.part(slice(0, -1))])
     unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
     n, levels = nodes, scale_levels(nodes, min(LEVELS, nodes - 1))
-    clock = target.once(Clock, target, lm, of=draft)
-    learnt = target.once(Acceptance, draft.prior, of=draft)
+    clock = target.once(Clock, target, lm, key=(draft,))
+    learnt = target.once(Acceptance, draft.prior, key=(draft,))
     while True:
         if nodes == 0:
             n, levels = clock.choose(lambda: plan_eagle(learnt.rates()))
@@ -348,20 +350,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
         return eagle_loss(draft, score, texts_of(numbers), noise)
 
-    form = draft.config.to_dict(), draft.vocab.tolist(), batch
     # Each value of a gradient is cut to ± 0.5, as in the released code.
-    fit_part(draft, model, form, data, held_out, loss_of, lambda: evaluate(draft, held_texts),
-             steps=steps, lr=lr, seed=seed, work=work, name="eagle", rate=warm_cosine,
+    fit_part(draft, model, (batch,), data, held_out, loss_of, lambda: evaluate(draft, held_texts),
+             out=out, work=work, steps=steps, lr=lr, seed=seed, name="eagle", rate=warm_cosine,
              max_norm=math.inf, max_value=0.5, models=(draft.lm,))
-    save_draft(out, draft, model)
 
 
 # ------------------------------------------------------------------------------------ the file
-
-def save_draft(path: Path, draft: EagleLayer, model) -> None:
-    """Write a draft to a file, which says for which model it is."""
-    save_trained(path, draft, model, config=draft.config.to_dict())
-
 
 def load_draft(path: str | Path, model) -> EagleLayer:
     """Read a draft from its file, or a released one. InputError if it does not fit the model."""
@@ -377,4 +372,4 @@ COMMAND_LINE = dict(methods=[eagle], commands=[train], ranges={"nodes": (4, 8, 1
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

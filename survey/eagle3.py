@@ -34,7 +34,6 @@ Departures, besides those of EAGLE's tree (eagle.py):
   The LM head begins as the target's. Why: pass n weighs 0.8^n and costs as much as the first, and
   the draft guesses these answers.
 """
-import sys
 from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
@@ -43,7 +42,7 @@ from support.engine import MODELS, EngineLM
 from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.loading import check
 from support.packed import plain
-from support.parts import Part, head_for, load_trained, save_trained, score_with
+from support.parts import Part, head_for, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle3
 from survey.eagle import decode
 from training.loop import find_frequent, prepare_training
@@ -154,6 +153,10 @@ class Eagle3Layer(Part):
         parts |= {f"midlayer.{name}": p for name, p in decoder.layers[0].named_parameters()}
         return parts | {f"fc_norm.{name}": p for name, p in self.norms.named_parameters()}
 
+    def header(self) -> dict:
+        return {"config": self.config.to_dict(), "form": self.form._asdict(), "taps": self.taps,
+                "vocab": self.vocab.tolist()}
+
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
         """Return the layer's inputs [..., 2h]: embeddings of tokens [...] beside features.
 
@@ -212,19 +215,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     known = sorted(find_frequent(data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, seed=seed)
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
-    fit_unrolled(draft, model, (numbers, draft.config.to_dict()), data, held_out, score,
-                 draft.lm.lm_head, batch=batch, passes=passes, steps=steps, lr=lr, seed=seed,
-                 work=work, name="eagle3")
-    save_draft(out, draft, model)
+    fit_unrolled(draft, model, data, held_out, score, draft.lm.lm_head, batch=batch, passes=passes,
+                 steps=steps, lr=lr, seed=seed, out=out, work=work, name="eagle3")
 
 
 # ------------------------------------------------------------------------------------ the file
-
-def save_draft(path: Path, draft: Eagle3Layer, model) -> None:
-    """Write a draft to a file, which says for which model it is."""
-    save_trained(path, draft, model, config=draft.config.to_dict(), form=draft.form._asdict(),
-                 taps=draft.taps, vocab=draft.vocab.tolist())
-
 
 def load_draft(path: str | Path, model) -> Eagle3Layer:
     """Read a draft from its file, or a released one. InputError if it does not fit the model."""
@@ -241,4 +236,4 @@ COMMAND_LINE = dict(methods=[eagle3], commands=[train], ranges={"nodes": (4, 8, 
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -34,14 +34,13 @@ Departures:
 """
 import copy
 import random
-import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of
 from support.layers import make_config, name_norm, split_layers
-from support.parts import Part, load_trained, match_type, save_trained, score_with
+from support.parts import Part, load_trained, match_type, score_with
 from survey.layerskip import self_speculate
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, fit_part,
                            prepare_training, sample_alike)
@@ -80,6 +79,9 @@ class Exit(Part):
         # At first the attention adds nothing, so training begins with the exit that the model has.
         torch.nn.init.zeros_(self.attention.o_proj.weight)
         self.requires_grad_(True).to(model.device)
+
+    def header(self) -> dict:
+        return {"E": self.E}
 
     def forward(self, hidden_states: torch.Tensor, *, position_ids, attention_mask=None,
                 past_key_values=None, layer_past=None, **_) -> torch.Tensor:
@@ -178,8 +180,7 @@ def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) 
         right = torch.cat(same).float().mean().item()
         return {"right": right}, f"held-out guesses right {right:.3f}"
 
-    fit_part(network, model, (network.E, batch), data, held_out, loss_of, evaluate, name="exit",
-             **how)
+    fit_part(network, model, (batch,), data, held_out, loss_of, evaluate, name="exit", **how)
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
@@ -204,8 +205,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     split_layers(EngineLM(model), E, match_type(copy.deepcopy(network), model))
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
                                             max_new_tokens=max_new_tokens)
-    fit(model, network, data, held_out, steps=steps, batch=batch, lr=lr, seed=seed, work=work)
-    save_trained(out, network, model, E=E)
+    fit(model, network, data, held_out, out=out, work=work, steps=steps, batch=batch, lr=lr,
+        seed=seed)
 
 
 # ------------------------------------------------------------------------------------- its file
@@ -224,4 +225,4 @@ COMMAND_LINE = dict(methods=[early_exit], commands=[train], ranges={"gamma": (1,
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -58,7 +58,6 @@ Left out: the curriculum that raises dropout in the course of pretraining, and t
 exits one by one.
 """
 import random
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Callable, Iterator
@@ -68,7 +67,7 @@ from speculative import verify_block as verify
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require, tap_layers
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
-from support.parts import load_trained, logits_of, save_trained
+from support.parts import load_trained, logits_of
 from training.loop import (compute_in_parts, count_tokens, fit_part, pad_pairs, prepare_training,
                            read_texts, sample_alike, warm_linear)
 from training.low_rank import Tuned, merge_changes, prepare_changes
@@ -225,34 +224,21 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
 
 # --------------------------------------------------------------------------- what an exit says
 
-@torch.no_grad()
-def collect_states(model, data: list[tuple[list[int], list[int]]],
-                   layers: int) -> list[torch.Tensor]:
-    """Collect the hidden states from which the tokens of answers are guessed.
-
-    data     pairs of a prompt and its answer
-    layers   how many layers the states come after. After all layers they also went through the
-             last norm
-    returns  for each pair [tokens of the answer, d]: for each token the state of the position
-             before it, in bfloat16
-    """
-    states = read_texts(view(model, 0, layers), [prompt + answer[:-1] for prompt, answer in data])
-    return [x[len(prompt) - 1:] for (prompt, _), x in zip(data, states)]
-
-
 @torch.inference_mode()
 def measure_exit(model, data: list, layers: int) -> float:
     """Measure how often an exit, through the last norm and LM head, is right about the next token.
 
     data     pairs of a prompt and its answer
-    layers   how many layers stand before the exit
-    returns  for which share of the tokens the likeliest one is right
+    layers   how many layers stand before the exit. After all layers the states also went through
+             the last norm
+    returns  for which share of the tokens of answers the likeliest one is right
     """
-    head = view(model, 0, layers).get_output_embeddings()
-    tokens = torch.tensor([token for _, answer in data for token in answer])
-    states = torch.cat(collect_states(model, data, layers)).to(model.dtype)
-    best = [head(x).argmax(-1).cpu() for x in states.split(512)]
-    return (torch.cat(best) == tokens).float().mean().item()
+    early = view(model, 0, layers)
+    head, right = early.get_output_embeddings(), []
+    for (prompt, answer), x in zip(data, read_texts(early, [p + a[:-1] for p, a in data])):
+        best = head(x[len(prompt) - 1:].to(model.dtype)).argmax(-1)
+        right.append(best.cpu() == torch.tensor(answer))
+    return torch.cat(right).float().mean().item()
 
 
 # ------------------------------------------------------------------------------------ training
@@ -289,9 +275,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         right = [measure_exit(tuned, held_out, layers) for layers in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
-    fit_part(tuning, model, (batch,), data, held_out, loss_of, evaluate, name="layerskip",
-             steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work, models=(tuned,))
-    save_trained(out, tuning, model, E=E, rank=rank)
+    fit_part(tuning, model, (batch,), data, held_out, loss_of, evaluate, name="layerskip", out=out,
+             work=work, steps=steps, lr=lr, rate=warm_linear, seed=seed, models=(tuned,))
 
 
 # ------------------------------------------------------------------------------------- its file
@@ -308,6 +293,9 @@ class ExitTuning(Tuned):
     def __init__(self, model, E: int, rank: int, seed: int = 0):
         super().__init__(model, rank, seed)
         self.E = E
+
+    def header(self) -> dict:
+        return super().header() | {"E": self.E}
 
 
 def load_tuned(path: str | Path, model):
@@ -341,4 +329,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

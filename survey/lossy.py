@@ -37,7 +37,6 @@ Departures:
 Left out: BiLD's training of the draft. `models/train.py distil` trains one on what the target
 writes.
 """
-import sys
 from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
@@ -148,4 +147,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

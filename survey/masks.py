@@ -68,7 +68,6 @@ Departures:
 - k of SPACE. Paper: fixed. Here: the clock chooses it. Why: rows cost time on a CPU.
 """
 import random
-import sys
 from pathlib import Path
 from typing import Iterator
 
@@ -79,7 +78,7 @@ from speculative import verify_block as verify
 from support.clock import Choice, Clock
 from support.engine import MODELS, EngineLM, require
 from support.layers import move_counts
-from support.parts import load_trained, save_trained, score_with
+from support.parts import load_trained, score_with
 from support.settings import Pair
 from support.trees import Acceptance
 from training.loop import (count_tokens, divergence_in_parts, fit_part, prepare_training,
@@ -153,8 +152,8 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     embed = lm.model.get_input_embeddings()
     prompt = begin(prompt, lm)
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
-    learnt = target.once(Acceptance, PRIOR, of=lm)
-    clock = target.once(Clock, target, of=lm)
+    learnt = target.once(Acceptance, PRIOR, key=(lm,))
+    clock = target.once(Clock, target, key=(lm,))
     own = k  # the option; 0 lets the clock choose
     root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
@@ -298,8 +297,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"
         return {"right": right, "kept": kept}, line
     fit_part(tuning, model, (k, batch, anchors), data, held_out, loss_of, evaluate, name="space",
-             steps=steps, lr=lr, rate=warm_linear, seed=seed, work=work, models=(tuned,))
-    save_trained(out, tuning, model, rank=rank)
+             steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out, work=work, models=(tuned,))
 
 
 class SpaceTuning(Tuned):
@@ -337,4 +335,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

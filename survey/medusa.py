@@ -46,14 +46,13 @@ Left out: the training of Medusa-2, which changes the target, and Hydra++, whose
 and read a further decoder layer.
 """
 import random
-import sys
 from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
 from support.engine import MODELS, EngineLM, require
-from support.parts import Part, fill, head_for, load_trained, logits_of, match_type, save_trained
+from support.parts import Part, fill, head_for, load_trained, logits_of, match_type
 from support.released import is_released, read_head
 from support.trees import Acceptance, Node, rank_tokens
 from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
@@ -115,6 +114,9 @@ class Heads(Part):
         named = {f"{k}.0.linear.{name}": p for k, layer in enumerate(self.W)
                  for name, p in layer.named_parameters()}
         return named | {f"{k}.1.weight": head.weight for k, head in enumerate(self.lm_heads)}
+
+    def header(self) -> dict:
+        return {"K": self.K}
 
     def keep(self, vocab: list[int]) -> None:
         """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
@@ -273,8 +275,8 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    learnt = target.once(Acceptance, trained.prior, of=trained)
-    clock = target.once(Clock, target, of=(trained, nodes))
+    learnt = target.once(Acceptance, trained.prior, key=(trained,))
+    clock = target.once(Clock, target, key=(trained, nodes))
     while True:
         # A plan has no tokens, which differ in each round. The clock chooses it (Section 2.3.3).
         ranks = learnt.rates()[:len(trained.vocab)]  # all of a head that knows only a few tokens
@@ -358,18 +360,11 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     def evaluate() -> tuple[dict, str]:
         right = [round(x, 3) for x in accuracy(trained, model, *measured)]
         return {"right": right}, f"held-out guesses right, by head {right}"
-    form = trained.kind, trained.K, trained.vocab.tolist(), batch, texts
-    fit_part(trained, model, form, data, held_out, loss_of, evaluate, steps=steps, lr=lr, seed=seed,
-             work=work, name=trained.kind, rate=warm_cosine)
-    save_heads(out, trained, model)
+    fit_part(trained, model, (batch, texts), data, held_out, loss_of, evaluate, out=out, work=work,
+             steps=steps, lr=lr, seed=seed, name=trained.kind, rate=warm_cosine)
 
 
 # ---------------------------------------------------------------------------------- their files
-
-def save_heads(path: Path, trained: Heads, model) -> None:
-    """Write heads to a file, which says for which model they are."""
-    save_trained(path, trained, model, K=trained.K)
-
 
 def load_heads(path: str | Path, kind: str, model) -> Heads:
     """Read heads from a file, or released Medusa heads from a directory or a hub id."""
@@ -392,4 +387,4 @@ COMMAND_LINE = dict(methods=[medusa], commands=[train], ranges={"nodes": (2, 4, 
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -55,7 +55,6 @@ Departures, besides those of EAGLE's tree (eagle.py):
 """
 import copy
 import re
-import sys
 from pathlib import Path
 from typing import Iterator
 
@@ -63,7 +62,7 @@ from common import InputError, Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require
 from support.files import ask_hub, check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
-from support.parts import Part, head_for, load_trained, save_trained, score_with
+from support.parts import Part, head_for, load_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
 from survey.eagle import decode
 from training.loop import find_frequent, prepare_training
@@ -285,13 +284,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     if vocab:
         draft.keep(find_frequent(data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
-    fit_unrolled(draft, model, (), data, held_out, score, score, batch=batch, passes=passes,
-                 steps=steps, lr=lr, seed=seed, work=work, name="mtp")
-    save_trained(out, draft, model)
+    fit_unrolled(draft, model, data, held_out, score, score, batch=batch, passes=passes,
+                 steps=steps, lr=lr, seed=seed, out=out, work=work, name="mtp")
 
 
 COMMAND_LINE = dict(methods=[mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

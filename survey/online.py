@@ -28,7 +28,6 @@ Departures:
 Left out: a draft for each topic, and keeping what was learnt after the process.
 """
 import copy
-import sys
 from typing import Iterator
 
 from common import InputError, Sampler, context_length, greedy
@@ -160,4 +159,4 @@ COMMAND_LINE = dict(methods=[online], ranges={"gamma": (2, 4, 6, 8)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -30,13 +30,12 @@ Departures:
 - The tree. Paper: 80 nodes at 6 levels, found by hand. Here: the likeliest tree by how often each
   successor was right so far, of as many nodes as pay. Why: rows cost time on a CPU, models differ.
 """
-import sys
 from typing import Iterator
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
 from support.engine import EngineLM
-from support.trees import Acceptance, Node, best_tree, fill_plan
+from support.trees import Acceptance, Node, fill_plan
 
 import torch
 
@@ -100,13 +99,10 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     prompt = begin(prompt, target)
     root = prompt[-1]
     learnt = successors.learnt
-    clock = target.once(Clock, target, of=recycling)
+    clock = target.once(Clock, target, key=(recycling, nodes))
     while True:
         # Plan: the likeliest tree by how often each successor was right so far.
-        if nodes:
-            planned = best_tree([learnt.rates()] * DEPTH, nodes)
-        else:
-            planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH))
+        planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH, nodes))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
@@ -117,8 +113,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits)
         root = chunk[-1]
-        if not nodes:
-            clock.note(1, len(planned))
+        clock.note(1, len(planned))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk
@@ -130,4 +125,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -63,7 +63,6 @@ Departures of SuffixDecoding:
 Left out: SuffixDecoding's hybrid, which asks a draft model where the score is low.
 """
 import math
-import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from itertools import islice, product
@@ -264,8 +263,8 @@ def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]
-    learnt = target.once(Acceptance, PRIOR, of=(store, grow))
-    clock = target.once(Clock, target, of=(store, grow, nodes))
+    learnt = target.once(Acceptance, PRIOR, key=(store, grow))
+    clock = target.once(Clock, target, key=(store, grow, nodes))
     while True:
         # Look up what followed the end of the text elsewhere.
         n = len(clock.choose(lambda: list_sizes(learnt.rates(), AFTER, nodes)))
@@ -337,4 +336,4 @@ COMMAND_LINE = dict(methods=[rest], commands=[build], ranges={"nodes": (2, 4, 8,
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

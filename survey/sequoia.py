@@ -61,7 +61,6 @@ Departures:
 
 Left out: offloading, where the target's weights lie in main memory.
 """
-import sys
 from collections import deque
 from itertools import chain, product
 from typing import Iterator, NamedTuple, Sequence
@@ -324,8 +323,8 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
     prompt = begin(prompt, target, draft)
     sizes = (nodes,) if nodes else RANGES["nodes"]
     depths = (depth,) if depth else RANGES["depth"]
-    clock = target.once(Clock, target, draft, of=(sizes, depths))
-    learnt = target.once(Acceptance, PRIOR, of=draft)
+    clock = target.once(Clock, target, draft, key=(sizes, depths))
+    learnt = target.once(Acceptance, PRIOR, key=(draft,))
     unseen = [prompt[-1]]  # final tokens that the draft has not been fed
     while True:
         # The shape is fixed by earlier rounds, before anything of this round is drawn.
@@ -354,4 +353,4 @@ COMMAND_LINE = dict(methods=[sequoia], ranges=RANGES)
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -37,7 +37,6 @@ Left out:
     boosted drafts    a second draft that is trained where the first one is wrong brought 3% more
                       tokens a call at temperature 0, and less than a second draw at temperature 1
 """
-import sys
 from typing import Callable, Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, trie, walk
@@ -313,4 +312,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

@@ -56,7 +56,6 @@ Departures:
 Left out: retrieving again later, which the paper does at a stride or when fewer guesses are
 accepted (Section 4.3). The released code does not.
 """
-import sys
 from contextlib import contextmanager
 from typing import Iterator
 
@@ -310,4 +309,4 @@ COMMAND_LINE = dict(
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
-    sys.exit(main(**COMMAND_LINE))
+    raise SystemExit(main(**COMMAND_LINE))

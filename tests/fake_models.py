@@ -15,7 +15,6 @@ These make one, or the logits for one:
     counting(vocab, exceptions)   after token i comes i + 1, but for {i: what comes instead}
     markov(seed, vocab)           random logits that depend on the last two tokens: for sampling,
                                   as the law of such an output can be enumerated (laws.py)
-    drifting(seed)                as markov, by the length too: greedy text does not loop
 
 It keeps the token tree of each call in `trees`, to compare it with one drawn by hand: its ids and
 its parents, which are None for a chain.
@@ -92,13 +91,6 @@ def markov(seed: int, vocab: int = 4, scale: float = 1.2):
     rng = torch.Generator().manual_seed(seed)
     table = scale * torch.randn(vocab, vocab, vocab, generator=rng)
     return lambda tokens: table[tokens[-2], tokens[-1]]
-
-
-def drifting(seed: int, vocab: int = 5):
-    """Make random logits, a function of a text, that depend on its last two tokens and on its
-    length: greedy text does not repeat itself."""
-    tables = [markov(100 * seed + i, vocab, scale=1.0) for i in range(31)]
-    return lambda tokens: tables[len(tokens) % 31](tokens)
 
 
 class Oranges(random.Random):

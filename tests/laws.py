@@ -6,6 +6,7 @@ test counts against a law.
     chi_square_ok(counts, law)           whether these counts may come from this law
     outcomes(experiment)                 every way in which an experiment of choices can end, with
                                          its probability, which is exact: nothing is drawn
+    law_of_node(judge, p)                that of the token after one node
     Choosing(choose)                     a sampler whose draws and coins are such choices"""
 import itertools
 import math
@@ -65,6 +66,16 @@ def outcomes(experiment):
             return taken[-1]
         result = experiment(choose)
         yield math.prod(weights), result
+
+
+def law_of_node(judge, p: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Compute the law [V] of the token after one node, and how often it is a guess, where
+    judge(choose) gives both."""
+    found, accepted = torch.zeros_like(p), 0.0
+    for chance, (token, guessed) in outcomes(judge):
+        found[token] += chance
+        accepted += chance * guessed
+    return found, accepted
 
 
 WARM = 3.0  # the temperature: target and draft differ in many tokens, and none is rare

@@ -47,7 +47,7 @@ MUTANTS = {
          "top_p is given three dimensions, of which it makes nan"),
         ("not rows.amax(-1).isfinite().all()", "False", "logits that are nan choose a token"),
         ("(positions[n - keep:] + 1)", "positions[n - keep:]", "a place is one too small"),
-        ("hash((self.seed, place))", "hash(self.seed)", "all places share their numbers"),
+        ("hash((seed, place))", "hash(seed)", "all places share their numbers"),
         ("torch.rand(V, dtype=torch.float64, generator", "torch.rand(V, generator",
          "numbers of float32, by which no token is rare"),
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
@@ -184,7 +184,7 @@ MUTANTS = {
         ("learn(chain, path)", "learn(parents, path)", "masks count as guesses that were wrong")],
     "hybrid/hybrid.py": [
         ("*path, token)", "token,)", "a node is guessed without the path to it"),
-        ("RIGHT * chance / price", "RIGHT / price", "a pass pays below unlikely nodes too"),
+        ("RIGHT * chance / pass_price", "RIGHT / price", "a pass pays below unlikely nodes too"),
         ("learn(ids, logits)  # rejected nodes too",
          "learn([ids[x] for x in path], logits[path])", "rejected nodes teach nothing")],
     "hybrid/guessers.py": [
@@ -209,7 +209,7 @@ MUTANTS = {
         ("1e-9 + a + b * rows + c * steps", "1e-9 + a + c * steps", "rows of a call are free"),
         ("seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds", "pass",
          "a busy moment tilts the line"),
-        ("second, (row + guess) * second", "second, row * second", "growing a tree is free")],
+        ("rate * (row + guess)", "rate * row", "growing a tree is free")],
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),

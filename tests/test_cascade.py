@@ -1,52 +1,17 @@
-"""In a cascade of drafts every review has the distribution of the model that reviews. The cheapest
-guesser is checked by hand. That the text is the target's is in test_lossless.py."""
+"""Drafts of a cascade write one after the other, and the cheapest guesser is checked by hand. That
+the text has the target's law is in test_lossless.py."""
 import pytest
-import torch
 
-from common import Sampler
-from fake_models import ScriptedLM, markov
+from fake_models import counting
 from helpers import tokens_of
-from laws import WARM, Choosing, law, outcomes
+from survey.cascade import MaxGram, cascade, count_bigrams
 from survey.rest import as_text
-from survey.cascade import Level, MaxGram, cascade, count_bigrams, review
-
-
-# ---------------------------------------------------------------------------------- levels, reviews
-
-@pytest.mark.parametrize("counts, drafts, grams", [
-    ([[2], [1]], 1, True), ([[1, 1], [2]], 1, True), ([[0, 2], [0]], 1, True),
-    ([[2], [1], []], 2, False), ([[2, 1], [1], []], 2, False), ([[1, 1, 1], [1], [1]], 2, True)])
-def test_reviews_have_the_first_models_distribution(counts, drafts, grams):
-    """By enumeration of all choices over two tokens, at every level: what a round gives, and what a
-    draft gives to a round. The tokens that follow are appended by the chain rule."""
-    models, text = [markov(seed, vocab=2) for seed in range(drafts + 1)], [0, 1, 1, 0]
-    sample = Sampler(WARM)
-    for first in range(drafts):
-        def run(choose):
-            levels = [Level(ScriptedLM(logits), text[:2]) for logits in models[first:]]
-            for level in levels:
-                level.lm.start(text[:2])
-            return review(levels + [MaxGram({}, 2)] * grams, counts[first:], text, Choosing(choose))
-        found, lengths = torch.zeros(2, 2, 2, dtype=torch.float64), set()
-        for chance, (tokens, probs) in outcomes(run):
-            lengths.add(len(tokens))
-            for i, row in enumerate(probs):
-                known = sample.probs(models[first](text + tokens[:i]))
-                torch.testing.assert_close(row, known)
-            assert len(probs) == len(tokens)
-            begun, left = tokens[:3], max(0, 3 - len(tokens))
-            after = law(models[first], sample, text + begun, left, 2) if left else torch.ones(1)
-            found[tuple(begun)] += chance * after.view([2] * left)
-        assert len(lengths) > 1
-        expected = law(models[first], sample, text, 3, 2).double()
-        torch.testing.assert_close(found.flatten(), expected, atol=1e-6, rtol=0)
 
 
 def test_better_drafts_write_first_and_each_reviews_the_next():
     """Each token comes once, so Max-Gram has nothing to say. The draft needs two reviews of two
     tokens and one of its own, and the cheap draft draws these and the last three."""
-    target, draft, cheap = (ScriptedLM(lambda text: torch.eye(20)[(text[-1] + 1) % 20])
-                            for _ in range(3))
+    target, draft, cheap = (counting() for _ in range(3))
     target.full_vocab, target.model, log = 20, None, []
     chunks = cascade(target, draft, [0, 1], gamma=4, inner=2, tail=3, grams="",
                      more_drafts=[cheap], log=log)

@@ -1,5 +1,5 @@
-"""Kangaroo's exit: its equations, where a draft ends, and its loss. The loop
-is LayerSkip's (test_layerskip.py), and the text is the model's own (test_lossless.py)."""
+"""Kangaroo's exit: its equations, where a draft ends, and its loss. The loop is LayerSkip's
+(test_layerskip.py), and the text is the model's own (test_lossless.py)."""
 import random
 
 import pytest
@@ -10,9 +10,10 @@ from families import deep, rand
 from heads import attend
 from helpers import note_calls
 from support.engine import EngineLM
+from support.layers import view
 from survey import layerskip
 from survey.early_exit import Exit, early_exit, exit_loss, fit
-from survey.layerskip import collect_states
+from training.loop import read_texts
 from training.texts import Text
 
 PROMPT, E = [3, 1, 4, 1, 5], 2
@@ -28,9 +29,9 @@ def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
     ("llama", 0.0, {3}), ("llama", 0.25, {1, 2, 3}), ("gemma3", 0.0, {3})])
 @torch.no_grad()
 def test_rounds_are_those_of_the_equations(family, threshold, drafts, monkeypatch):
-    """The adapter sees the whole text, also in the place of a layer with a window of nine tokens. That
-    the caches are those of the text is in test_lossless.py: a method that begins anew guesses alike.
-    """
+    """The adapter sees the whole text, also in the place of a layer with a window of nine tokens.
+    That the caches are those of the text is in test_lossless.py, where a method that begins anew
+    guesses alike."""
     model, judged = deep(family, vocab_size=8), note_calls(monkeypatch, layerskip, "verify")
     network = rand(Exit(model, E), scale=0.3)
     target, text, log = EngineLM(model), PROMPT, []
@@ -73,11 +74,13 @@ def test_the_loss_is_the_cross_entropy_with_the_model_and_reaches_the_exit_alone
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_figure_of_held_out_answers_counts_all_their_tokens(capsys):
+def test_the_figure_of_held_out_answers_counts_all_their_tokens(tmp_path, capsys):
     model, rng = deep("llama"), random.Random(0)
     data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(100)]) for _ in range(6)]
     network = Exit(model, 1)
-    fit(model, network, data[:1], data, steps=1, batch=1, lr=1e-9)
-    early, last = (torch.cat(collect_states(model, data, layers)).float() for layers in (1, 4))
+    fit(model, network, data[:1], data, out=tmp_path / "exit", work=tmp_path, steps=1, batch=1,
+        lr=1e-9)
+    texts = [prompt + answer[:-1] for prompt, answer in data]
+    early, last = (torch.cat(read_texts(view(model, 0, n), texts)).float() for n in (1, 4))
     right = model.lm_head(model.model.norm(early)).argmax(-1) == model.lm_head(last).argmax(-1)
     assert f"held-out guesses right {right.float().mean().item():.3f}\n" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """LayerSkip: no layer runs twice for a row, a tuning changes the model that decodes, and the loss
 is the paper's. That the text is the model's own is in test_lossless.py."""
-import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,21 +56,11 @@ def test_an_exit_is_right_where_the_next_token_is_its_likeliest(layers):
 
 # ----------------------------------------------------------------------------------------- training
 
-class Coins(random.Random):
-    """Coins so close to the chance of each layer that the layers named in `left` are left out."""
-
-    def __init__(self, left, turn):
-        super().__init__(0)
-        chances = [0.1 * (2 ** (l / 3) - 1) for l in range(4)]  # 0, 0.026, 0.0587 and 0.1
-        coins = [x - 1e-6 if layer in left else x for layer, x in enumerate(chances, 1)]
-        self.coins, self.turn = iter(coins), turn
-
-    def random(self):
-        return next(self.coins)
-
-    def randrange(self, n):
-        assert n == 3
-        return self.turn
+def coins_of(left, turn: int) -> SimpleNamespace:
+    """Make coins so close to the chance of each layer that the layers in `left` are left out."""
+    chances = [0.1 * (2 ** (l / 3) - 1) for l in range(4)]  # 0, 0.026, 0.0587 and 0.1
+    coins = iter([x - 1e-6 if layer in left else x for layer, x in enumerate(chances, 1)])
+    return SimpleNamespace(random=lambda: next(coins), randrange={3: turn}.get)
 
 
 @pytest.mark.parametrize("left, turn, weights", [
@@ -80,7 +70,7 @@ def test_the_tuning_loss_by_hand(left, turn, weights):
     A layer that is left out hands on what it reads."""
     model, sums = deep("llama"), dict.fromkeys(range(1, 5), 0.0)
     with torch.inference_mode():
-        loss = tuning_loss(model, lambda x: x, DATA, Coins(left, turn))
+        loss = tuning_loss(model, lambda x: x, DATA, coins_of(left, turn))
         for prompt, answer in DATA:
             ids = torch.tensor([prompt + answer])
             x = model.model.embed_tokens(ids)

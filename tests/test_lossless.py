@@ -70,7 +70,11 @@ SIX = ["speculative", "jacobi", "lookahead", "prompt_lookup", "ouroboros", "cllm
 # A method that reads more than logits runs over these: one of the families with the same parts.
 PARTS = [x for x in ALL if x not in ("qwen2", "mistral", "phi3", "cohere2", "qwen3-moe")]
 READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, mtp, triforce]
-SAMPLED = Sampler(0.8, seed=7, coupling=True)  # without coupling papers' rules have other texts
+SAMPLERS = [  # families take turns. Without coupling papers' rules have other texts
+    Sampler(temperature, top_k, top_p, seed=seed, coupling=True)
+    for seed, (temperature, top_k, top_p) in enumerate([
+        (0.7, 20, 1.0), (1.5, 20, 0.9), (0.7, 0, 0.9), (1.5, 0, 0.9), (1.0, 0, 1.0)])]
+SAMPLED = SAMPLERS[1]
 
 
 REFUSED = {  # families that a method says it cannot run
@@ -133,7 +137,8 @@ def test_text_is_autoregressive_text(name, family, monkeypatch):
             check_text(METHODS[name](model), model, PROMPT, 16)
         return
     line = METHODS[name](model)
-    for sample in [greedy] if line.method is lossy.specdec else [greedy, SAMPLED]:
+    sampled = SAMPLERS[[*ALL].index(family) % len(SAMPLERS)]
+    for sample in [greedy] if line.method is lossy.specdec else [greedy, sampled]:
         check_text(line, model, PROMPT, 16 if family in FOUR else 12, sample=sample)
     if family in ["gpt2", "opt", "gemma3", "qwen3.5"]:
         monkeypatch.setattr(CachedLM, "PART", 16)
@@ -171,18 +176,21 @@ def test_a_window_that_a_configuration_makes_of_another_setting_counts():
 @pytest.mark.parametrize("name", METHODS)
 def test_a_model_serves_one_method_after_another(name):
     """Nothing is left of one that was stopped in the middle. A prompt may be a tensor, and must
-    have a token."""
+    have a token. A sampled text ends with its EOS, also within a chunk."""
     model = model_of("llama")
     line = METHODS[name](model)
     target = kind_for(line.method, EngineLM)(model)
     drafts = [EngineLM(x) for x in line.drafts]
     target.memo |= line.memo(target, *drafts)
-    options = line.options | ({"more_drafts": drafts[1:]} if drafts[1:] else {})
+    sample = greedy if line.method is lossy.specdec else SAMPLED
+    more = {"more_drafts": drafts[1:]} if drafts[1:] else {}
+    options = line.options | more | dict(sample=sample)
     first, second, third = (line.method(target, *drafts[:1], prompt, **options)
                             for prompt in (PROMPT, torch.tensor([5, 2]), []))
     next(first)
-    found = tokens_of(second, 9)
-    assert found == autoregressive_text(line.text_of or model, (5, 2), len(found))
+    expected = autoregressive_text(line.text_of or model, (5, 2), 9, sample)
+    found = tokens_of(second, 9, expected[7:8])
+    assert found == expected[:expected.index(expected[7]) + 1]
     assert target.memo.get("writer", model) is (line.text_of or model)
     with pytest.raises(InputError, match=r"1 or more token ids below \d+, got \[\]"):
         next(third)

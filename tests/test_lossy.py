@@ -54,13 +54,11 @@ def saying(*draft):
 
 def test_specdec_follows_its_two_limits():
     """All 16 drafts of two tokens are verified after 0 and after 3. The tokens that pass after 0,
-    1, 2, 3 are given by hand, with the best one first. In `gaps` is how far log p lies below the
-    best. Three tokens tie after 3, and only their argmax passes if the output is to be greedy."""
+    1, 2, 3 are given by hand, with the best one first. Three tokens tie after 3, and only their
+    argmax passes if the output is to be greedy."""
     rows = ([0.1, 0.4, 0.3, 0.2], [0.05, 0.05, 0.1, 0.8], [0.7, 0.1, 0.15, 0.05],
             [0.3, 0.3, 0.1, 0.3])
-    gaps = [1.39, 0, 0.29, 0.69], [2.77, 2.77, 2.08, 0], [0, 1.95, 1.54, 2.64], [0, 0, 1.10, 0]
-    for row, gap in zip(rows, gaps):
-        assert [round(math.log(max(row) / p), 2) for p in row] == gap
+    # log p lies below the best by: 1.39 0 0.29 0.69, 2.77 2.77 2.08 0, 0 1.95 1.54 2.64, 0 0 1.10 0
     for beta, tau, *passing in (
             (1, 9.0, "1", "3", "0", "0"), (4, 0.0, "1", "3", "0", "0"),
             (4, 1e-9, "1", "3", "0", "013"),  # above 0 what ties with the best passes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import CachedLM, Sampler, greedy
-from fake_models import ScriptedLM, drifting
+from fake_models import ScriptedLM, markov
 from families import tiny
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
 from mjsd import beam_search, log_probs, mjgd, mjsd, perplexity, propose_children
@@ -69,13 +69,13 @@ def test_the_beam_search_is_that_over_whole_sequences(eos):
     lengths = set()
     for seed, beams, depth in itertools.product(range(3), (1, 3, 8), (1, 2, 4)):
         for unseen in ([1], [2, 4], [3, 3, 0]):
-            lm = ScriptedLM(drifting(seed))
+            lm = ScriptedLM(markov(seed, 5))
             lm.start([0])
             some = beam_search(lm, unseen, depth, beams, greedy, eos)
             for beam in some:  # its nodes hold its tokens, and all have those that have a child
                 assert [lm.ids[node] for node in beam.nodes][len(unseen):] == beam.tokens[:-1]
             found = {tuple(beam.tokens): beam.logps[-1] for beam in some}
-            expected = dict(search(drifting(seed), [0, *unseen], depth, beams, eos))
+            expected = dict(search(markov(seed, 5), [0, *unseen], depth, beams, eos))
             assert [*found] == [*expected] and found == pytest.approx(expected, abs=1e-4)
             lengths.add(tuple(map(len, found)))
     mixed = any(a < b for each in lengths for a, b in zip(each, each[1:]))

@@ -11,7 +11,7 @@ from common import Sampler
 from fake_models import Zeros
 from families import tiny
 from helpers import note_calls
-from laws import Choosing, chi_square_ok, draw_by_choices, outcomes, random_pairs
+from laws import Choosing, chi_square_ok, draw_by_choices, law_of_node, outcomes, random_pairs
 from support.clock import Choice
 from support.engine import EngineLM
 from survey.sequoia import (draw_children, draw_tree, parents_of, plan_sequoia, sequoia, shape_of,
@@ -88,27 +88,17 @@ def log_of(q: torch.Tensor) -> torch.Tensor:
     return draw_tree(draft, [0], shape_of([-1, 0]), Sampler(1.0))[1][0]
 
 
-def law_of_one_node(p, q, k):
-    """Return the distribution of the token after one node with k children, and the probability
-    that a child is accepted."""
-    def run(choose):
-        [draws] = draw_by_choices(log_of(q)[None], k, Choosing(choose))
-        i, left = verify(p, log_of(q), draws, Choosing(choose))
-        return (choose(left.tolist()), False) if i is None else (draws[i], True)
-    found, accepted = torch.zeros_like(p), 0.0
-    for chance, (token, is_child) in outcomes(run):
-        found[token] += chance
-        accepted += chance * is_child
-    return found, accepted
-
-
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_verification_is_exact_by_enumeration(k):
     """The token has the target's distribution. Theorem 3.7: one child is accepted with the best
     rate there is, and all tokens as children leave nothing to reject. A guess of no probability is
     never accepted."""
+    def judge(choose):
+        [draws] = draw_by_choices(log_of(q)[None], k, Choosing(choose))
+        i, left = verify(p, log_of(q), draws, Choosing(choose))
+        return (choose(left.tolist()), False) if i is None else (draws[i], True)
     for p, q in random_pairs():
-        found, accepted = law_of_one_node(p, q, k)
+        found, accepted = law_of_node(judge, p)
         torch.testing.assert_close(found, p, atol=1e-7, rtol=0)
         assert k > 1 or abs(accepted - torch.minimum(p, q).sum()) < 1e-7
         assert k < 4 or abs(accepted - 1) < 1e-7

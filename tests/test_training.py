@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common import InputError, autoregressive
 from fake_cuda import FakeCuda
 from families import FAMILIES, SCALED, tiny
-from helpers import interrupting, note_calls, script, tokens_of
+from helpers import interrupting, script, tokens_of
 from support.engine import EngineLM
 from survey.masks import guess_answers
 from training import loop as training
@@ -235,18 +235,6 @@ DISTINCT = [line for line in TRAININGS if line not in TWINS]
 LOOPED = [line for line in DISTINCT if line not in FLAT]  # by training/loop.py
 
 
-def watch(monkeypatch, act) -> None:
-    """Let the generator act(training, updates) take the place of all updates of a training.
-
-    updates   what it takes the place of. If it makes no updates, the last figures mean nothing."""
-    real = Training.updates
-
-    def updates(self, evaluate):
-        yield from act(self, real(self, evaluate))
-        self.curve.setdefault(self.steps, {})
-    monkeypatch.setattr(Training, "updates", updates)
-
-
 def read_result(out) -> dict[str, bytes]:
     """Read the file that a training left, or all weights of the folder."""
     files = [out] if out.is_file() else out.glob("*.safetensors")
@@ -257,12 +245,13 @@ def read_result(out) -> dict[str, bytes]:
 def test_a_training_that_ctrl_c_stopped_goes_on(line, tmp_path, monkeypatch):
     """It leaves what one leaves that was never stopped; a third run only loads what is there."""
     made, backward, results, counts = [], torch.Tensor.backward, [], []
+    update = Training.update
 
-    def note(training, updates):
-        for rng in updates:
-            yield rng
-            made.append(training.done)
-    watch(monkeypatch, note)
+    def note(training, loss_of) -> float:
+        loss = update(training, loss_of)
+        made.append(training.done)
+        return loss
+    monkeypatch.setattr(Training, "update", note)
     for name, stops in ("whole", False), ("half", True), ("half", False), ("half", False):
         made.clear()
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
@@ -294,11 +283,10 @@ def test_another_training_never_goes_on_from_what_is_there(line, tmp_path, monke
     a step of AdamW is about lr, and bfloat16 would round most of it to nothing."""
     files = []
 
-    def note(training, updates) -> list:
+    def note(training, *_) -> None:
         files.append(training.file.name)
         assert {p.dtype for p in training.parameters.values()} == {torch.float32}
-        return []
-    watch(monkeypatch, note)
+    monkeypatch.setattr(Training, "train", note)
     models = [make_llama(), make_llama(), make_llama(0.1), make_llama().bfloat16()]
     for model, given in [*((model, {}) for model in models),
                          *((make_llama(), x) for x in ({"accumulate": 2}, *list_changes(line)))]:
@@ -310,12 +298,12 @@ def test_another_training_never_goes_on_from_what_is_there(line, tmp_path, monke
 @pytest.mark.parametrize("line", LOOPED)
 def test_parts_of_logits_change_nothing(line, tmp_path, monkeypatch):
     """AdamW makes whole steps of gradients that are nearly 0, so a few weights may differ."""
-    ends = []
+    ends, train = [], Training.train
 
-    def note_end(training, updates):
-        yield from updates
+    def note_end(training, *given) -> None:
+        train(training, *given)
         ends.append(parameters_to_vector(training.parameters.values()).detach().clone())
-    watch(monkeypatch, note_end)
+    monkeypatch.setattr(Training, "train", note_end)
     for most in training.LOGITS, 61 * 3:  # then three rows at once
         monkeypatch.setattr(training, "LOGITS", most)
         run(line, tmp_path / str(most), make_llama(), steps=2)
@@ -330,19 +318,21 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
     Of eight prompts one is held out. Another one in its place changes figures alone."""
     curves, ends, order = [], [], [*range(8)]
     random.Random(0).shuffle(order)
-    checked = note_calls(monkeypatch, Training, "check")
+    train = Training.train
 
-    def compare(training, updates):
+    def compare(training, loss_of, evaluate) -> None:
         begin = {name: p.detach().clone() for name, p in training.parameters.items()}
-        checked.clear()
-        for _ in updates:
-            yield random.Random(0)
-        assert len(checked) == 4 and checked[-1][1] < checked[0][1]
-        curves.append(training.curve)
+        losses = []
+
+        def note_loss(_) -> torch.Tensor:
+            losses.append(loss_of(random.Random(0)))
+            return losses[-1]
+        curves.append(train(training, note_loss, evaluate))
+        assert len(losses) == 4 and losses[-1] < losses[0]
         ends.append(parameters_to_vector(training.parameters.values()).tolist())
         assert not [name for name, p in training.parameters.items()
                     if p.numel() and torch.equal(p, begin[name])]
-    watch(monkeypatch, compare)
+    monkeypatch.setattr(Training, "train", compare)
     for changed in (None, order[0]) if line in DISTINCT else [None]:
         model, plain = make_llama(), make_llama()
         prompts = [[50, 51] if n == changed else p for n, p in enumerate(PROMPTS)]

@@ -2,9 +2,9 @@
 
     prompts ── the model answers ──> answers-<hash>.jsonl ── split ──> data, held-out examples
                                                                          │           │
-    for rng in training.updates(evaluate): …                             │           │
-          │    └── a turn is an update: losses of `data`, backward, step <┘          │
-          └─────── between turns, now and then: evaluate() <─────────────────────────┘
+    training.train(loss_of, evaluate)                                    │           │
+          │    └── an update: losses of `data`, backward, step <──────────┘          │
+          └─────── between updates, now and then: evaluate() <───────────────────────┘
                        └──> a point of the curve, and a checkpoint <name>-<hash>.pt
 
 The trainings of bita.py and cllm.py are a part of their papers, and stand whole in these two files.
@@ -15,8 +15,7 @@ mostly has these steps:
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, …)
     def loss_of(rng): …        # sample some of `data` by `rng`, and return their loss
     def evaluate(): …          # return ({"right": figures of held_out}, "a line to print")
-    fit_part(part, model, form, data, held_out, loss_of, evaluate, name=…, steps=…, lr=…, work=work)
-    save_trained(out, part, model, **form)      # a file that `load_trained` of parts.py reads
+    fit_part(part, model, form, data, held_out, loss_of, evaluate, name=…, out=out, work=work, …)
 
 A checkpoint never holds an update that is half made. The hash in its name is of the parameters as
 they begin, the frozen model, the data and all settings. So a run goes on only from a checkpoint of
@@ -37,7 +36,7 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +47,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from common import InputError, context_length, eos_ids, until
 from support.engine import require, tap_layers
 from support.files import explain_errors, read_kept, write_whole
+from support.parts import save_trained
 from support.settings import SETTINGS, Pair
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
@@ -429,7 +429,7 @@ def warm_linear(done: int, steps: int) -> float:
 
 
 class Training:
-    """Resume, evaluate and save a training, whose loop iterates over `updates`.
+    """Train parameters: resume, evaluate and save.
 
     parameters   what is trained, tensors by name; a checkpoint keeps them
     fingerprint  everything else that the loss depends on: frozen weights, data, settings
@@ -471,7 +471,6 @@ class Training:
         self.device = next(iter(parameters.values())).device
         self.done = 0
         self.curve = {}
-        self.loss = 0.0  # of the passes of an update so far
         self.inside_update = False
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self.note_step)
@@ -507,16 +506,14 @@ class Training:
             write_whole(self.file, lambda fresh: torch.save(state, fresh))
         self.saved_at = time.monotonic()
 
-    def updates(self, evaluate: Callable) -> Iterator[random.Random]:
-        """Yield a random generator for each update that is left, which the loop over this makes.
+    def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
+        """Make all updates that are left, and return the curve, {step: figures}.
 
-        A turn of the loop is an update. Before it the optimizers get their learning rate. After it
-        the update is counted, and from time to time there are an evaluation and a checkpoint.
+        Ctrl-C may come at any line, and leaves a checkpoint too. So do the other signals that
+        `run_script` of cli/main.py takes for Ctrl-C.
 
-        Ctrl-C may come at any line of the loop, and leaves a checkpoint too. An error that ends the
-        loop makes Python close this generator, and so its `finally` runs at once. The same holds
-        for the other signals that `run_script` of cli/main.py takes for Ctrl-C.
-
+        loss_of   a function of a random generator that gives a loss, in `low_precision`;
+                  whatever is random in it comes from the generator
         evaluate  a function that gives figures of held-out data, and a line to print. The figures
                   of about ten steps, the last one among them, make up the curve
         """
@@ -525,16 +522,17 @@ class Training:
             try:
                 self.evaluate_when_due(evaluate)
                 while self.done < self.steps:
-                    yield self.begin_update()
+                    loss = self.update(loss_of)
                     self.done += 1
                     self.inside_update = False
-                    bar.set_postfix(loss=f"{self.loss:.3f}", refresh=False)
+                    bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                     bar.update()
                     if time.monotonic() - self.saved_at > PAUSE:
                         self.save()
                     self.evaluate_when_due(evaluate)
             finally:
                 self.save()
+        return self.curve
 
     def print_size(self) -> None:
         """Print how many numbers are trained, and how much memory they take."""
@@ -554,15 +552,30 @@ class Training:
             tqdm.write(f"step {self.done}: {line}")
             self.save()
 
-    def begin_update(self) -> random.Random:
-        """Set the learning rate of an update, and return its generator of random numbers."""
-        self.loss = 0.0
+    def update(self, loss_of: Callable) -> float:
+        """Make an update, and return its loss. An InputError is raised for one that is not finite.
+
+        loss_of   as for `train`
+        """
         for optimizer in self.optimizers:
+            optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * self.rate(self.done, self.steps)
         # Each update has a generator of its own. Otherwise a run that goes on from a checkpoint
         # would sample other data than one that was never stopped.
-        return random.Random(f"{self.name} {self.seed} {self.done}")
+        rng, total = random.Random(f"{self.name} {self.seed} {self.done}"), 0.0
+        for _ in range(self.passes):
+            with low_precision(self.device, *self.models):
+                loss = loss_of(rng) / self.passes
+            if not loss.isfinite():
+                raise InputError(f"--lr must be below {self.lr}: the loss is {loss.item()}")
+            total += loss.item()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
+        torch.nn.utils.clip_grad_value_(self.parameters.values(), self.max_value)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return total
 
     def note_step(self, *_) -> None:
         """Note that an update has begun to change weights. Each optimizer calls this before a step.
@@ -572,59 +585,25 @@ class Training:
         """
         self.inside_update = True
 
-    def precision(self) -> torch.autocast:
-        """Return `low_precision` of the models, for a `with` in which the losses are computed."""
-        return low_precision(self.device, *self.models)
-
-    def check(self, loss: torch.Tensor) -> None:
-        """Refuse the loss of a pass if it is not finite, and let the bar show it.
-
-        loss   the loss, divided by the number of passes. The bar shows the sum of the passes
-        """
-        if not loss.isfinite():
-            raise InputError(f"--lr must be below {self.lr}: the loss is {loss.item()}")
-        self.loss += loss.item()
-
-    def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
-        """Make all updates that are left, and return the curve, {step: figures}.
-
-        loss_of   a function of a random generator that gives a loss, in `low_precision`;
-                  whatever is random in it comes from the generator
-        evaluate  as for `updates`
-        """
-        for rng in self.updates(evaluate):
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            for _ in range(self.passes):
-                with self.precision():
-                    loss = loss_of(rng) / self.passes
-                self.check(loss)
-                loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
-            torch.nn.utils.clip_grad_value_(self.parameters.values(), self.max_value)
-            for optimizer in self.optimizers:
-                optimizer.step()
-        return self.curve
-
 
 def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
-             evaluate: Callable, *, steps: int, models: tuple = (), work: Path | None = None,
-             **how) -> None:
-    """Train a part beside a frozen model.
+             evaluate: Callable, *, out: Path, work: Path, models: tuple = (), **how) -> None:
+    """Train a part beside a frozen model, and write its file.
 
-    part      the part, which has `trainable()`
+    part      the part, which is one of parts.py
     model     the frozen model
-    form      all else that the loss depends on: the part's form, and settings of the training
+    form      all else that the loss depends on, beside the part's own header
     data      pairs to learn from
     held_out  pairs to measure by
     loss_of   as for `Training.train`
     evaluate  as for `Training.train`
-    steps     how many steps are trained
+    out       the file, which `load_trained` of parts.py reads
+    work      the folder of checkpoints
     models    other models that run
-    work      the folder of checkpoints. None: there are none
     how       other arguments of `Training`
     """
-    fingerprint = digest(model.state_dict()), form, data, held_out
-    training = Training(part.trainable(), fingerprint, steps=steps, folder=work,
-                        models=(model, *models), **how)
+    vocab = None if part.vocab is None else part.vocab.tolist()
+    fingerprint = digest(model.state_dict()), part.header(), vocab, form, data, held_out
+    training = Training(part.trainable(), fingerprint, folder=work, models=(model, *models), **how)
     training.train(loss_of, evaluate)
+    save_trained(out, part, model)

@@ -86,7 +86,7 @@ class Tuned:
     vocab = None
 
     def __init__(self, original, rank: int, seed: int = 0):
-        self.model = share_weights(original)
+        self.model, self.rank = share_weights(original), rank
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.changes = add_low_rank(self.model.requires_grad_(False), rank)
@@ -96,6 +96,9 @@ class Tuned:
 
     def parameters(self):
         return self.changes.values()
+
+    def header(self) -> dict:
+        return {"rank": self.rank}
 
 
 def list_changed(model) -> list[torch.nn.Linear]:

@@ -103,13 +103,12 @@ def unroll_loss(draft: Part, score: Callable, ids: torch.Tensor, features: torch
     return total
 
 
-def fit_unrolled(draft: Part, model, form: tuple, data: list[Pair], held_out: list[Pair],
+def fit_unrolled(draft: Part, model, data: list[Pair], held_out: list[Pair],
                  score_target: Callable, score: Callable, *, batch: int, passes: int,
                  **how) -> None:
     """Train a draft beside a frozen model by the training-time test.
 
     draft         the draft, of EAGLE-3 or MTP
-    form          all else that the loss depends on, beside the draft's vocabulary
     score_target  as `score` of `choose_lessons`
     score         as for `unroll_loss`
     batch         how many pairs a step learns from
@@ -127,6 +126,5 @@ def fit_unrolled(draft: Part, model, form: tuple, data: list[Pair], held_out: li
         learns, probs = choose_lessons(draft, ids, answers, hidden, score_target)
         return unroll_loss(draft, score, ids, features, learns, probs, passes)
     # Each value of a gradient is cut to ± 0.5, as in EAGLE's released code.
-    fit_part(draft, model, (*form, draft.vocab.tolist(), batch, passes), data, held_out, loss_of,
-             lambda: evaluate(draft, texts), rate=warm_linear, max_norm=math.inf, max_value=0.5,
-             **how)
+    fit_part(draft, model, (batch, passes), data, held_out, loss_of, lambda: evaluate(draft, texts),
+             rate=warm_linear, max_norm=math.inf, max_value=0.5, **how)
