@@ -40,6 +40,7 @@ from support.recurrent import has_states
 
 SIZE = 16  # rows of the calls whose bits count
 MOST = 1 << 22  # scores that attention computes at once, of 8 bytes each
+PART = 1024  # slots whose keys and values are in float64 at once, so that they fit into a cache
 TREES = ((3, 2), (20, 7), (50, 17), (90, 33))  # the proof's trees: tokens of context, and nodes
 ACTIVATIONS = {x[0] if isinstance(x, tuple) else x for x in ACT2CLS.values()}
 
@@ -57,31 +58,31 @@ def invariant_attention(module, query, key, value, attention_mask, scaling=None,
 
     query           [B, heads, n, d]
     key, value      [B, key heads, slots, d]
-    attention_mask  [B, 1, n, slots], true or 0 where a row sees a slot. None: each row sees all
-                    slots up to its own, which is one of the last n
+    attention_mask  [B, 1, n, slots], true or 0 where a row sees a slot, false or -inf elsewhere.
+                    None: each row sees all slots up to its own, which is one of the last n
     scaling         the number that scores are multiplied by. None: 1 / √d
     softcap         the number at which scores are softly capped. None: they are not
     s_aux           [heads], the scores of sinks, which take attention and have no values
     returns         the output [B, n, heads, d], and no weights
     """
     B, heads, n, d = query.shape
-    slots = key.shape[2]
-    mask = attention_mask
+    slots, mask = key.shape[2], attention_mask
     if mask is None:
         mask = torch.ones(1, 1, n, slots, device=query.device).tril(slots - n) > 0
-    mask = mask if mask.dtype == torch.bool else mask == 0
-    queries, keys, values = (x.double() for x in (query, key, value))
+    scaled = query.double() * (d ** -0.5 if scaling is None else scaling)
     parts, rows = [], max(1, MOST // (B * heads * slots))
-    for q, seen in zip(queries.split(rows, 2), mask[..., :slots].split(rows, 2)):
-        scores = multiply(q, keys.mT) * (d ** -0.5 if scaling is None else scaling)
+    for q, seen in zip(scaled.split(rows, 2), mask[..., :slots].split(rows, 2)):
+        scores = torch.cat([multiply(q, k.double().mT) for k in key.split(PART, 2)], -1)
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        # With -inf a row of padding, which sees no slot, would become nan.
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if seen.dtype == torch.bool:  # with -inf a row that sees no slot would become nan
+            seen = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        scores = scores + seen
         if s_aux is not None:
             sinks = s_aux.double().view(1, -1, 1, 1).expand(B, -1, scores.shape[2], 1)
             scores = torch.cat([scores, sinks], -1)
-        parts.append(multiply(scores.softmax(-1)[..., :slots], values))
+        weights = scores.softmax(-1)[..., :slots].split(PART, -1)
+        parts.append(sum(multiply(w, v.double()) for w, v in zip(weights, value.split(PART, 2))))
     return torch.cat(parts, 2).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -108,6 +109,8 @@ def run_rows(part, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
         return type(part).forward(part, x)
     if n not in sizes:
         sizes[n] = find_size(part, rows)
+    if sizes[n] == n:
+        return type(part).forward(part, rows).view(*x.shape[:-1], -1)
     calls = F.pad(rows, (0, 0, 0, -n % sizes[n])).split(sizes[n])
     found = [type(part).forward(part, some) for some in calls]
     return torch.cat(found)[:n].view(*x.shape[:-1], -1)
