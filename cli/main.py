@@ -78,9 +78,8 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
         raise InputError(f"--draft is no option of {method.__name__}, got {given[0]!r}")
     require(len(given) < 2 or "more_drafts" in takes, "draft",
             f"given once for {method.__name__}", len(given))
-    paths = [args.target]
-    if "draft" in takes:
-        paths += given or [f"{MODELS}/draft"]
+    usual = [f"{MODELS}/draft"] if "draft" in takes else []
+    paths = [args.target, *(given or usual)]
     names = ["target", "draft", *(f"draft {n}" for n in range(2, len(paths)))]
     models = {name: load_checked(path, args.device, args.dtype) for name, path in zip(names, paths)}
     vocabularies = [tokenizer.get_vocab() for _, tokenizer in models.values()]

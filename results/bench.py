@@ -47,12 +47,12 @@ from cli.text import Parser  # noqa: E402
 from common import InputError, Sampler, autoregressive, context_length, eos_ids  # noqa: E402
 from hybrid.hybrid import GUESSES  # noqa: E402
 from models import tasks  # noqa: E402
-from support.engine import EngineLM, depth_of, vocab_size  # noqa: E402
+from support.engine import EngineLM, depth_of, require, vocab_size  # noqa: E402
 from support.graphs import GraphedLM  # noqa: E402
 from support.invariant import make_invariant  # noqa: E402
 from support.loading import check, load_checked  # noqa: E402
 from support.packed import is_packed, pack  # noqa: E402
-from training.loop import answer_all, require  # noqa: E402
+from training.loop import answer_all  # noqa: E402
 
 
 # ----------------------------------------------------------------------------- what is measured
@@ -160,22 +160,20 @@ def keep_fitting(names, act: Callable) -> dict:
     return found
 
 
-def find_tables() -> dict[str, Table]:
-    """Find the table of each method, {name of the method: what its file's COMMAND_LINE says}.
+def find_methods() -> dict[str, tuple[Callable, Table]]:
+    """Find the methods by their names, each with what its file's COMMAND_LINE says.
 
     A method that takes `tokenizers` is left out, since all models of the bench have one tokenizer.
     """
-    found = {"autoregressive": Table([autoregressive])}
+    found = {"autoregressive": (autoregressive, Table([autoregressive]))}
     for module in list_files().values():
         table = Table(**importlib.import_module(module).COMMAND_LINE)
-        found |= {method.__name__: table for method in table.methods
+        found |= {method.__name__: (method, table) for method in table.methods
                   if "tokenizers" not in inspect.signature(method).parameters}
     return found
 
 
-TABLES = find_tables()
-METHODS = {name: next(x for x in table.methods if x.__name__ == name)
-           for name, table in TABLES.items()}
+METHODS = find_methods()
 ALL = ["autoregressive", "speculative --gamma 6", "ouroboros", "jacobi", "lookahead",
        "prompt_lookup", "bita", "bita --tree chain", "medusa", "medusa --heads hydra",
        "eagle", "eagle3", "mtp", "dflash", "sequoia", "early_exit", "draft_verify", "layerskip",
@@ -206,15 +204,15 @@ class Bench:
         if not texts:
             taken = {task: tasks.take(task, "test", args.n, args.seed) for task in tasks.TASKS}
             texts = {task: [example.prompt for example in some] for task, some in taken.items()}
-        pairs = [(name, prompt) for name, some in texts.items() for prompt in
-                 encode_prompts(self.target, self.tokenizer, some[:args.n], args.chat)]
-        every = [prompt for _, prompt in pairs]
+        self.pairs = [(name, prompt) for name, some in texts.items() for prompt in
+                      encode_prompts(self.target, self.tokenizer, some[:args.n], args.chat)]
+        every = [prompt for _, prompt in self.pairs]
         context = min(map(context_length, models))
         room = context - max(map(len, every))
         require(args.max_new_tokens <= room, "max_new_tokens",
                 f"at most {room} for these prompts and a context of {context}",
                 args.max_new_tokens)
-        self.pairs, self.dropped = pairs, 0
+        self.dropped = 0
         self.categories = [*texts]
         # The task of each prompt, by which an answer can be graded. Prompts of a file have none.
         examples = [example for some in taken.values() for example in some]
@@ -265,10 +263,9 @@ class Bench:
         name, *words = shlex.split(line)
         if name not in METHODS:
             raise InputError(f"expected a row of one of {', '.join(METHODS)}, got {line!r}")
-        method, own = METHODS[name], self.args
+        (method, table), own = METHODS[name], self.args
         usual = [f"--max-new-tokens={own.max_new_tokens}", f"--temperature={own.temperature}",
                  f"--seed={own.seed}"]
-        table = TABLES[name]
         if table.target == "target":  # CLLM decodes a model of its own
             usual.append(f"--target={own.target}")
         # Of an option that is given twice the last value counts, so the line's own ones win.
@@ -336,8 +333,7 @@ class Bench:
         seconds  what a call takes
         """
         model, lm = self.target, self.row(AR).models["target"]
-        [prompt, *_] = [prompt for _, prompt in self.pairs]
-        lm.start(prompt)
+        lm.start(self.pairs[0][1])
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         read = [x.nbytes for x in model.parameters() if x is not table.weight or x is head.weight]
         read += [x[:, :, :lm.length].nbytes for pair in lm.cache.layers.values() for x in pair]

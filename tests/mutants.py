@@ -4,6 +4,7 @@
     python tests/mutants.py survey/rest.py          # those in a file
     python tests/mutants.py 3 17 jacobi.py          # those of these numbers, and those in a file
     make mutants ONLY=survey/rest.py                # with any of these words
+    python tests/mutants.py --plant "a node does not see itself"    # here, for an exercise
 
 A mutant is the code with one mistake. `MUTANTS` lists for each file the text that is replaced, what
 replaces it, and what the mistake is.
@@ -38,6 +39,8 @@ MUTANTS = {
         ("torch.eye(len(parents)", "torch.zeros(2 * (len(parents),)", "a node does not see itself"),
         ("i + self.PART", "i + self.PART // 2", "a long prompt loses the second half of each part"),
         ("(path[-1], token)", "(0, token)", "equal tokens of any parent share a node"),
+        ("buffer[:, :, first:first + len(path)] = buffer[:, :, rows]", "pass",
+         "accepted rows stay where they are"),
         ("self.prefix + self.length + old", "self.length + old", "rows overwrite the prefix"),
         ("old - 1, old + n - 1", "-1, n - 1", "a chain does not go on from the last pending node"),
         ("length - 1 + ancestors", "length + ancestors", "positions of nodes are one too large"),
@@ -484,7 +487,13 @@ def main() -> int:
     """Try the mutants that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="numbers, and files")
+    parser.add_argument("--plant", metavar="MISTAKE", help="make this one here (tests/README.md)")
     args = parser.parse_args()
+    if args.plant:
+        [mutant] = [x for x in list_written() if x.mistake == args.plant]
+        (ROOT / mutant.file).write_text(mutant.source, encoding="utf-8")
+        print(f"{mutant.file} has it now. This takes it back: git checkout {mutant.file}")
+        return 0
     survived = 0
     chosen = choose(args.words)
     import_packages()

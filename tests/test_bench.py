@@ -185,7 +185,7 @@ def test_an_mtp_block_is_the_folders_or_the_targets_own(tmp_path):
     for folder, adapter in (file.parent, str(file)), (tmp_path, None), (ROOT / "models", None):
         bench = SimpleNamespace(args=SimpleNamespace(adapters=folder))
         for name, options in ("mtp", {}), ("hybrid", {"guess": "mtp"}):
-            found = Bench.find_files(bench, module.METHODS[name], options)
+            found = Bench.find_files(bench, module.METHODS[name][0], options)
             assert found.get("adapter") == adapter, (name, folder)
 
 

@@ -9,13 +9,15 @@ import shutil
 import signal
 import sys
 import threading
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from logging import getLogger
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.commands import main as call_command_line
@@ -156,26 +158,6 @@ def test_a_viewer_prints_in_place_of_the_text_but_only_with_show_always(ask):
     assert said(*both) == "".join(shown) and "  0: " not in said(*both, "--method", "lookahead")
 
 
-def test_where_prompts_come_from(ask, monkeypatch, tmp_path):
-    """Prompts are read from the arguments, from standard input or from a file of either format.
-    Without any of them the examples are read, which may be gone if there are some. Several prompts
-    go to stderr before their answers."""
-    def said(*argv) -> str:
-        return ask(*argv, "--max-new-tokens", "6")[1]
-    _, _, err = ask(*TWO, "--max-new-tokens", "6")
-    assert err.startswith(f"{SHORT}\n{PROMPT}\nspeculative: 12 tokens in")
-    first, second, third = (said("--prompt", text) for text in PROMPTS)
-    assert said() == first + second + third
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPTS[1].encode())))
-    assert said("--prompt", "-", "--prompt", PROMPTS[2]) == second + third
-    file = tmp_path / "prompts"
-    file.write_text(json.dumps({"prompt": PROMPTS[0]}) + f"\n{SHORT}\n")
-    assert said("--prompts", str(file)) == first + said(*ONE)
-    assert said("--prompts", str(file), "--prompt", PROMPTS[2]) == third  # in place of the file
-    monkeypatch.setattr(read_prompts, "__defaults__", (tmp_path / "examples.jsonl",))
-    assert said("--prompt", PROMPTS[2]) == third and "examples.jsonl" in refusal(ask())
-
-
 def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
     how = ["--temperature", "4", "--max-new-tokens", "8", "--top-k", "50", "--top-p", "0.95"]
     outs = [ask(*ONE, *how, "--seed", seed)[1] for seed in ("1", "1", "-7", "9" * 30)]
@@ -261,39 +243,21 @@ def test_an_answer_ends_with_the_shortest_context(ask, monkeypatch):
         answer = ask(*TWO, "--max-new-tokens", "9" * 20, "--compare")
         if room:
             assert f"speculative: {long - short + 2 * room} tokens" in answer[2]
+            assert answer[2].startswith(f"{SHORT}\n{PROMPT}\nspeculative: ")
             assert answer[0] == 0 and "equals autoregressive output" in answer[2]
     assert f"shorter than the context of {long} tokens, got {long}" in refusal(answer)
 
 
-def test_memory_that_is_used_up(ask, monkeypatch):
+@pytest.mark.parametrize("error", [
+    RuntimeError("can't allocate memory:\nyou tried 9 GiB"), ArgumentTypeError("9 GiB"),
+    SafetensorError("9 GiB"), OSError("9 GiB")])
+def test_memory_that_is_used_up_and_what_a_reader_of_a_file_raises(error, ask, monkeypatch):
     """It is said in one line."""
-    def full(*_, **__):
-        raise RuntimeError("can't allocate memory:\nyou tried 9 GiB")
-    monkeypatch.setattr("support.loading.load", full)
+    monkeypatch.setattr("support.loading.load", Mock(side_effect=error))
     assert "9 GiB" in refusal(ask(*ONE))
 
 
 # --------------------------------------------------------------------- methods and options
-
-def test_methods_and_their_options(capsys):
-    given = []
-
-    def other(target, draft, prompt, room: int = 0, *, width: int = 3, name: str = "x",
-              share: float = 0.5, local: bool = True, file: Path = None, eos: set = frozenset(),
-              sample=None, log=None):
-        """width: a number"""
-        given.append((width, name, share, local, file))
-        yield from autoregressive(target, prompt)
-
-    def ask(*argv):
-        return main([speculative, other], lambda run: "", argv), *capsys.readouterr()
-    few = [*ONE, "--max-new-tokens", "2", "--method", "other"]
-    for own in "--width 4", "--width -4 --name 1 --share 2 --no-local --file a/b", "--width 0":
-        assert ask(*few, *own.split())[0] == 0
-    assert given == [(4, "x", 0.5, True, None), (-4, "1", 2.0, False, Path("a/b")),
-                     (0, "x", 0.5, True, None)]
-    assert refusal(ask(*few, "--gamma", "4")).endswith("--gamma is no option of other\n")
-
 
 def test_what_a_method_is_given(ask, monkeypatch):
     """A method gets models with the tokenizer's size, since embeddings are often padded beyond it.
@@ -386,6 +350,7 @@ FIRST = [
     ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
     ("speculative --gamma 0", "--gamma must be 1 or more, got 0"),
     ("jacobi --draft x", "--draft is no option of jacobi, got 'x'"),
+    ("jacobi --method lookahead --n 0", "--n is no option of lookahead"),
 ]
 
 # These are refused as well. The line on stderr names the last option or the last value.
@@ -403,7 +368,6 @@ speculative --draft a --draft b
 mjsd --method mjgd --temperature 1
 bita --tree oak
 survey.masks tune --data {odd}/pairs --prompts models/examples.jsonl
-survey.sequoia --nodes 1
 survey.several_drafts --K 1537
 survey.medusa --heads three
 survey.medusa --adapter models/hydra.safetensors

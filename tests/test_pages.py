@@ -10,7 +10,8 @@ from bench import METHODS
 from cli.__main__ import list_files
 from common import main
 from helpers import ROOT, script
-from sources import FILES, SIX, code_lines, copied_with, find_functions, path_of, written
+from sources import (FILES, SIX, code_lines, copied_with, find_functions, name_of, path_of,
+                     written)
 
 PAGES = [name for name in written() if name.endswith(".md")]
 
@@ -91,27 +92,22 @@ def problem_of(command: list[str], capsys) -> str:
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         return " ".join(x for x in words if "=" not in x and x not in targets)
-    rich = words[0] == "-m"  # the command line of cli/, and else that of common.py
-    if words[:2] == ["-m", "cli"] and words[2:] in ([], ["NAME"]):  # in a sentence
+    if words in (["-m", "cli"], ["-m", "cli", "NAME"]):  # in a sentence
         return ""
+    rich = words[0] == "-m"  # the command line of cli/, and else that of common.py
     if words[:2] == ["-m", "cli"]:
         words = ["-m", list_files().get(words[2], words[2]), *words[3:]]
-    file = words[0]
-    if rich:
-        file = words[1].replace("hybrid", "hybrid.hybrid").replace(".", "/") + ".py"
-    if not (ROOT / file).is_file():
-        return file
-    prompts = str(ROOT / "models/examples.jsonl")
-    words = [word for word in words[2 if rich else 1:] if word != "$asked"]
+    name = words[1].replace("hybrid", "hybrid.hybrid") if rich else name_of(words[0])
+    if not path_of(name).is_file():
+        return name
+    words = [word for word in words[1 + rich:] if word != "$asked"]
     for i in [i for i, word in enumerate(words[:-1]) if word == "--prompts"]:
-        words[i + 1] = prompts
+        words[i + 1] = str(ROOT / "models/examples.jsonl")
     rows = [words[i + 1].split()[0] for i, word in enumerate(words) if word == "--row"]
-    folder, _, stem = file.removesuffix(".py").rpartition("/")
-    name = f"{folder}.{stem}" if folder in ("survey", "hybrid") else stem
     if name in SIX and not rich:
         status = small_main(name, words)
     else:
-        status = script(name, *words)
+        status = script(re.sub(r"^(models|results|tests)\.", "", name), *words)
     said = capsys.readouterr().err
     if status and "the following arguments are required" not in said:
         return said.splitlines()[-1]

@@ -3,13 +3,15 @@ template and into token ids."""
 import argparse
 import io
 import json
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
-from cli.prompts import (encode_data, encode_pair, encode_prompts, read_input, read_pairs,
-                         read_prompts)
+from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
+                         read_prompts, read_texts, split_texts)
 from common import InputError
 from helpers import ROOT
 
@@ -25,7 +27,16 @@ def test_standard_input_is_utf_8(monkeypatch, data):
     # Python opens standard input with this newline, except on Windows.
     stdin = io.TextIOWrapper(io.BytesIO(data.encode()), encoding="ascii", newline="\n")
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert read_input() == "é\n漢\n"
+    assert read_texts(["a", "-"], ["b"]) == ["a", "é\n漢\n"]  # --prompt in place of the file
+
+
+def test_prompts_of_a_file_or_the_examples(monkeypatch):
+    """The examples may be gone if there are other prompts."""
+    assert read_texts([], None) == read_prompts(ROOT / "models/examples.jsonl")
+    monkeypatch.setattr(read_prompts, "__defaults__", ("gone",))
+    assert read_texts([], ["b"]) == ["b"] and read_texts(["a"], None) == ["a"]
+    with pytest.raises(argparse.ArgumentTypeError, match="gone"):
+        read_texts([], None)
 
 
 def rows(*rows: dict) -> bytes:
@@ -151,6 +162,14 @@ def test_answers_made_elsewhere_become_tokens(row, in_chat, prompt, answer, embe
     expected = tuple(x if isinstance(x, list) else chat.encode(x, add_special_tokens=False)
                      for x in (prompt, answer))
     assert encode_pair(embedded[0], chat, row | {"where": "line 1"}, in_chat) == expected
+
+
+def test_an_answer_is_taken_out_of_the_whole_text():
+    """Some tokenizers put a blank before a text. If a token is of both, the answer stands alone."""
+    blank, pairs = (SimpleNamespace(encode=lambda text, form=form, **_: re.findall(*form(text)))
+                    for form in (lambda text: (".", f"_{text}"), lambda text: ("..?", text)))
+    assert split_texts(blank, "ab", "c", True) == (["_", "a", "b"], ["c"])
+    assert split_texts(pairs, "abc", "de", True) == (["ab", "c"], ["de"])
 
 
 @pytest.mark.parametrize("row, said", [

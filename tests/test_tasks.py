@@ -43,15 +43,3 @@ def test_graders_see_small_mistakes(example, wrong, monkeypatch):
     run = tasks.subprocess.run
     monkeypatch.setattr(tasks.subprocess, "run", lambda *a, **b: run(*a, **b | {"timeout": 0.5}))
     assert not tasks.grade(example, wrong)
-
-
-@pytest.mark.parametrize("task", tasks.TASKS)
-def test_the_embedded_target_knows_its_tasks(task, embedded):
-    """At a true accuracy of 80%, none of 4 is right with a probability of 2e-3."""
-    from train import answer_prompts
-    target, _, tokenizer = embedded
-    held_out = tasks.take(task, "test", 4, seed=30)
-    pairs = answer_prompts(target, tokenizer, [e.prompt for e in held_out], temperature=0.0)
-    texts = tokenizer.batch_decode([answer for _, answer in pairs], skip_special_tokens=True)
-    assert any(map(tasks.grade, held_out, texts))
-    assert not any(tasks.loops(answer) for _, answer in pairs)

@@ -10,7 +10,6 @@ from cli.trace import ORIGINALS, PAGE, make_page, watch
 from common import autoregressive, greedy
 from families import tiny
 from helpers import ROOT, loaded, main, tokens_of
-from speculative import speculative
 from support.engine import EngineLM
 from sources import FILES, functions_of
 
@@ -57,15 +56,6 @@ def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embed
         assert best == [[token] for token in checked(ar)]
 
 
-def watch_runs(prompt: list[int], n: int, *methods: tuple) -> tuple[list[dict], list[list[int]]]:
-    """Decode n greedy tokens with methods on their models; return the records and the outputs."""
-    records, outputs = [], []
-    for method, models in methods:
-        run = Run(method, {name: EngineLM(model) for name, model in models.items()}, {}, set())
-        outputs.append(tokens_of(watch(records, run, prompt, run.decode(prompt, n, greedy)), n))
-    return records, outputs
-
-
 def test_a_tree_is_what_was_forwarded():
     """The record has rows, parents, likeliest tokens and the path that was kept. Rows that
     `truncate` dropped, or that come after the last chunk, are not kept."""
@@ -86,8 +76,7 @@ def test_a_tree_is_what_was_forwarded():
         target.commit([0])
         yield [12]
     run = Run(method, {"target": EngineLM(model)}, {}, set())
-    records = []
-    chunks = []
+    records, chunks = [], []
     for chunk in watch(records, run, [3, 5], run.decode([3, 5], 4, None)):
         chunks.append(chunk)
         assert EngineLM.forward is ORIGINALS["forward"]  # an error of the caller ends it here
@@ -107,7 +96,8 @@ def test_text_is_shown_and_never_run(embedded):
     """A prompt of HTML is in the page as data only."""
     target, _, tokenizer = embedded
     prompt = tokenizer.encode("</script><img src=x onerror=alert(1)><!-- \u202e \u4e2d")
-    records, [answer] = watch_runs(prompt, 3, (autoregressive, {"target": target}))
+    run, records = Run(autoregressive, {"target": EngineLM(target)}, {}, set()), []
+    answer = tokens_of(watch(records, run, prompt, run.decode(prompt, 3, greedy)), 3)
     written = make_page(records, {"target": tokenizer})
     script, empty = PAGE.read_text().split("DATA")
     assert written.startswith(script) and written.endswith(empty)
@@ -135,5 +125,3 @@ def test_a_step_of_a_long_page_takes_no_longer():
     assert {"draw", "drawText", "drawRound", "drawTree", "drawHere"} <= step
     assert [x for x in step if re.search(r"rounds(\.(?!length)|\))", functions[x])] == []
     assert {"layText", "drawLanes"} <= list_reached("choose") - step
-    marks = re.findall(r"^\.said \.now \{(.*)\}|^\.later \{(.*)\}", page, re.M)
-    assert marks == [(" text-decoration-color: currentColor; ", ""), ("", " visibility: hidden; ")]

@@ -33,8 +33,8 @@ from trainings import (FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, 
 class Toy:
     """Weights that move towards random points: all that the loop needs."""
 
-    def __init__(self, folder=None, fingerprint=(), scale=1.0, begin=3.0, two=False, **options):
-        self.parameters = {"w": torch.nn.Parameter(torch.tensor([begin, -2.0, 0.5])),
+    def __init__(self, folder=None, fingerprint=(), scale=1.0, two=False, **options):
+        self.parameters = {"w": torch.nn.Parameter(torch.tensor([3.0, -2.0, 0.5])),
                            "b": torch.nn.Parameter(torch.tensor([[0.1]]))}
         if two:
             options["optimizers"] = [AdamW([p]) for p in self.parameters.values()]
@@ -260,19 +260,6 @@ def test_a_training_that_ctrl_c_stopped_goes_on(line, tmp_path, monkeypatch):
             results.append(read_result(run(line, tmp_path / name, make_llama())))
         counts.append(len(made))
     assert counts == [4, 2, 2, 0] and results[0] == results[1] == results[2] != {}
-
-
-@pytest.mark.parametrize("line", ["survey.masks tune --k 2 --rank 2"])
-def test_passes_of_an_update_add_up(line, tmp_path, monkeypatch):
-    """Two passes, each over all answers, have the gradient of one. With a tiny learning rate so has
-    the next update."""
-    lengths, clip = [], torch.nn.utils.clip_grad_norm_
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_",
-                        lambda *given: lengths.append(clip(*given).item()))
-    for passes in 1, 2:
-        with use_settings(Settings(accumulate=passes)):
-            run(line, tmp_path / str(passes), make_llama(), steps=2, batch=8, lr=1e-9)
-    assert lengths == pytest.approx([lengths[0]] * 4, rel=1e-2)
 
 
 @pytest.mark.parametrize("line", LOOPED)

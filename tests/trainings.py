@@ -79,7 +79,6 @@ def run(line: str, folder: Path, model, prompts=PROMPTS, **changes) -> Path:
         cllm.collect(model, WORDLESS, prompts, out=options["data"], n=4, max_new_tokens=6)
     else:
         options["prompts"] = prompts
-    folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "out", ignore_errors=True)  # of an earlier run
     Path(folder / "out").unlink(missing_ok=True)
     command(model, WORDLESS, **options)
