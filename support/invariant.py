@@ -22,10 +22,9 @@ A row depends on others in four ways. This is what becomes of each:
 
     model = make_invariant(model)     # after `pack`, and on the device where it will run
 
-What is tried holds for this machine, device, type and number of threads. Therefore the change ends
-with a proof: some trees are compared with their paths in bits, and a model that fails is refused.
-So is a model with recurrent layers. Its states are sums over a text, which each call splits in
-another place.
+The change ends with a proof on this machine and in this type: some trees are compared with their
+paths in bits, and a model that fails is refused. So is a model with recurrent layers. Its states
+are sums over a text, which each call splits in another place.
 """
 from functools import partial
 
@@ -91,27 +90,24 @@ AttentionMaskInterface.register("invariant", AttentionMaskInterface()["sdpa"])
 
 
 # ----------------------------------------------------------------------------------- other layers
-class Sizes(dict):
-    """For numbers of rows that were met before, the number of rows that calls have.
+def run_rows(part, sizes: dict, x: torch.Tensor) -> torch.Tensor:
+    """Run a layer on rows x [..., d], in calls whose numbers of rows all have the same bits.
 
-    Layers of one kind share it. A copy of the model tries anew: its weights are not packed.
+    sizes   what was tried before: how many rows a call has, for a number of rows and for all else
+            that a kernel is chosen by. Layers of one shape share it
     """
-
-    def __deepcopy__(self, memo: dict) -> "Sizes":
-        return memo.setdefault(id(self), Sizes())
-
-
-def run_rows(part, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
-    """Run a layer on rows x [..., d], in calls whose numbers of rows all have the same bits."""
     rows = x.reshape(-1, x.shape[-1])
     n = len(rows)
     if n == 0:  # the LM head reads none in a pass over a prompt
         return type(part).forward(part, x)
-    if n not in sizes:
-        sizes[n] = find_size(part, rows)
-    if sizes[n] == n:
+    packed = type(getattr(part, "weight", None))  # a copy of a packed model has other weights
+    tried = n, packed, rows.dtype, rows.device, torch.get_num_threads()
+    if tried not in sizes:
+        sizes[tried] = find_size(part, rows)
+    size = sizes[tried]
+    if size == n:
         return type(part).forward(part, rows).view(*x.shape[:-1], -1)
-    calls = F.pad(rows, (0, 0, 0, -n % sizes[n])).split(sizes[n])
+    calls = F.pad(rows, (0, 0, 0, -n % size)).split(size)
     found = [type(part).forward(part, some) for some in calls]
     return torch.cat(found)[:n].view(*x.shape[:-1], -1)
 
@@ -168,15 +164,14 @@ def narrow(model, args: tuple, output):
 def change_layer(part: torch.nn.Module, alike: dict) -> None:
     """Replace the `forward` of a layer whose rows would depend on each other.
 
-    alike   for each kind of layer its Sizes
+    alike   for each kind and shape of layer the `sizes` that its layers share
     """
     kind, inner = type(part), dict(part.named_children())
-    weight = getattr(part, "weight", None)
+    shape = getattr(getattr(part, "weight", None), "shape", None)
     if "experts" in inner:
         part.forward = partial(run_alone, part)
     elif isinstance(part, (torch.nn.Linear, Conv1D)) or "Norm" in kind.__name__ and not inner:
-        alike_by = kind, type(weight), getattr(weight, "shape", None)  # packed weights are a type
-        part.forward = partial(run_rows, part, alike.setdefault(alike_by, Sizes()))
+        part.forward = partial(run_rows, part, alike.setdefault((kind, shape), {}))
     elif "Rotary" in kind.__name__:
         part.forward = partial(run_positions, part)
     elif kind in ACTIVATIONS:

@@ -76,7 +76,7 @@ MUTANTS = {
          "the draft forgets temperature, top-k and top-p"),
         ("range(1 + accepted)", "range(1 + gamma)", "rejected guesses stay in the target's cache")],
     "support/invariant.py": [
-        ("sizes[n] = find_size(part, rows)", "sizes[n] = n", "no rows are filled up"),
+        ("sizes[tried] = find_size(part, rows)", "sizes[tried] = n", "no rows are filled up"),
         ("(run(size) == right).all()", "True", "numbers of rows are not tried"),
         ("torch.cat([multiply(q, k.double().mT)", "torch.cat([multiply(q.float(), k.float().mT)",
          "scores are summed in float32"),
@@ -91,7 +91,7 @@ MUTANTS = {
         ("x.double()).to(x.dtype)", "x)", "activations run in the model's type"),
         ("x.reshape(-1, 1, 1, x.shape[-1])", "x[None]", "experts get several rows"),
         ("return logits.double()", "return logits", "logits are capped in the model's type"),
-        ("memo.setdefault(id(self), Sizes())", "self", "a copy takes the sizes of packed weights"),
+        ("tried = n, packed,", "tried = n,", "a copy takes the sizes of packed weights"),
         ("if not torch.equal(torch.cat(alone[2:]), tree[path]):", "if False:",
          "a model that is not invariant is taken")],
     "support/recurrent.py": [
