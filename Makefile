@@ -39,7 +39,7 @@ bench: .venv/ready
 # samples are left out, since they make very many calls.
 gpu:
 	$(PYTHON) -m pytest -q --device cuda tests/test_lossless.py -k "not law"
-	$(PYTHON) -m pytest -q -m cuda tests/test_graphs.py
+	$(PYTHON) -m pytest -q -m cuda tests/test_graphs.py tests/test_invariant.py
 	$(PYTHON) results/bench.py --device cuda --graphs --dtype float32 -n 1 --rounds 2
 	$(PYTHON) results/bench.py --device cuda --graphs --dtype bfloat16 -n 1 --rounds 2
 

@@ -22,10 +22,9 @@ A row depends on others in four ways. This is what becomes of each:
 
     model = make_invariant(model)     # after `pack`, and on the device where it will run
 
-What is tried holds for this machine, device, type and number of threads. Therefore the change ends
-with a proof: some trees are compared with their paths in bits, and a model that fails is refused.
-So is a model with recurrent layers. Its states are sums over a text, which each call splits in
-another place.
+The change ends with a proof on this machine and in this type: some trees are compared with their
+paths in bits, and a model that fails is refused. So is a model with recurrent layers. Its states
+are sums over a text, which each call splits in another place.
 """
 from functools import partial
 
@@ -40,6 +39,7 @@ from support.recurrent import has_states
 
 SIZE = 16  # rows of the calls whose bits count
 MOST = 1 << 22  # scores that attention computes at once, of 8 bytes each
+PART = 1024  # slots whose keys and values are in float64 at once, so that they fit into a cache
 TREES = ((3, 2), (20, 7), (50, 17), (90, 33))  # the proof's trees: tokens of context, and nodes
 ACTIVATIONS = {x[0] if isinstance(x, tuple) else x for x in ACT2CLS.values()}
 
@@ -57,31 +57,31 @@ def invariant_attention(module, query, key, value, attention_mask, scaling=None,
 
     query           [B, heads, n, d]
     key, value      [B, key heads, slots, d]
-    attention_mask  [B, 1, n, slots], true or 0 where a row sees a slot. None: each row sees all
-                    slots up to its own, which is one of the last n
+    attention_mask  [B, 1, n, slots], true or 0 where a row sees a slot, false or -inf elsewhere.
+                    None: each row sees all slots up to its own, which is one of the last n
     scaling         the number that scores are multiplied by. None: 1 / √d
     softcap         the number at which scores are softly capped. None: they are not
     s_aux           [heads], the scores of sinks, which take attention and have no values
     returns         the output [B, n, heads, d], and no weights
     """
     B, heads, n, d = query.shape
-    slots = key.shape[2]
-    mask = attention_mask
+    slots, mask = key.shape[2], attention_mask
     if mask is None:
         mask = torch.ones(1, 1, n, slots, device=query.device).tril(slots - n) > 0
-    mask = mask if mask.dtype == torch.bool else mask == 0
-    queries, keys, values = (x.double() for x in (query, key, value))
+    scaled = query.double() * (d ** -0.5 if scaling is None else scaling)
     parts, rows = [], max(1, MOST // (B * heads * slots))
-    for q, seen in zip(queries.split(rows, 2), mask[..., :slots].split(rows, 2)):
-        scores = multiply(q, keys.mT) * (d ** -0.5 if scaling is None else scaling)
+    for q, seen in zip(scaled.split(rows, 2), mask[..., :slots].split(rows, 2)):
+        scores = torch.cat([multiply(q, k.double().mT) for k in key.split(PART, 2)], -1)
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        # With -inf a row of padding, which sees no slot, would become nan.
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if seen.dtype == torch.bool:  # with -inf a row that sees no slot would become nan
+            seen = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        scores = scores + seen
         if s_aux is not None:
             sinks = s_aux.double().view(1, -1, 1, 1).expand(B, -1, scores.shape[2], 1)
             scores = torch.cat([scores, sinks], -1)
-        parts.append(multiply(scores.softmax(-1)[..., :slots], values))
+        weights = scores.softmax(-1)[..., :slots].split(PART, -1)
+        parts.append(sum(multiply(w, v.double()) for w, v in zip(weights, value.split(PART, 2))))
     return torch.cat(parts, 2).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -90,25 +90,24 @@ AttentionMaskInterface.register("invariant", AttentionMaskInterface()["sdpa"])
 
 
 # ----------------------------------------------------------------------------------- other layers
-class Sizes(dict):
-    """For numbers of rows that were met before, the number of rows that calls have.
+def run_rows(part, sizes: dict, x: torch.Tensor) -> torch.Tensor:
+    """Run a layer on rows x [..., d], in calls whose numbers of rows all have the same bits.
 
-    Layers of one kind share it. A copy of the model tries anew: its weights are not packed.
+    sizes   what was tried before: how many rows a call has, for a number of rows and for all else
+            that a kernel is chosen by. Layers of one shape share it
     """
-
-    def __deepcopy__(self, memo: dict) -> "Sizes":
-        return memo.setdefault(id(self), Sizes())
-
-
-def run_rows(part, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
-    """Run a layer on rows x [..., d], in calls whose numbers of rows all have the same bits."""
     rows = x.reshape(-1, x.shape[-1])
     n = len(rows)
     if n == 0:  # the LM head reads none in a pass over a prompt
         return type(part).forward(part, x)
-    if n not in sizes:
-        sizes[n] = find_size(part, rows)
-    calls = F.pad(rows, (0, 0, 0, -n % sizes[n])).split(sizes[n])
+    packed = type(getattr(part, "weight", None))  # a copy of a packed model has other weights
+    tried = n, packed, rows.dtype, rows.device, torch.get_num_threads()
+    if tried not in sizes:
+        sizes[tried] = find_size(part, rows)
+    size = sizes[tried]
+    if size == n:
+        return type(part).forward(part, rows).view(*x.shape[:-1], -1)
+    calls = F.pad(rows, (0, 0, 0, -n % size)).split(size)
     found = [type(part).forward(part, some) for some in calls]
     return torch.cat(found)[:n].view(*x.shape[:-1], -1)
 
@@ -165,15 +164,14 @@ def narrow(model, args: tuple, output):
 def change_layer(part: torch.nn.Module, alike: dict) -> None:
     """Replace the `forward` of a layer whose rows would depend on each other.
 
-    alike   for each kind of layer its Sizes
+    alike   for each kind and shape of layer the `sizes` that its layers share
     """
     kind, inner = type(part), dict(part.named_children())
-    weight = getattr(part, "weight", None)
+    shape = getattr(getattr(part, "weight", None), "shape", None)
     if "experts" in inner:
         part.forward = partial(run_alone, part)
     elif isinstance(part, (torch.nn.Linear, Conv1D)) or "Norm" in kind.__name__ and not inner:
-        shape = getattr(weight, "shape", None), getattr(weight, "is_mkldnn", False)
-        part.forward = partial(run_rows, part, alike.setdefault((kind, shape), Sizes()))
+        part.forward = partial(run_rows, part, alike.setdefault((kind, shape), {}))
     elif "Rotary" in kind.__name__:
         part.forward = partial(run_positions, part)
     elif kind in ACTIVATIONS:

@@ -77,11 +77,14 @@ MUTANTS = {
          "the draft forgets temperature, top-k and top-p"),
         ("range(1 + accepted)", "range(1 + gamma)", "rejected guesses stay in the target's cache")],
     "support/invariant.py": [
-        ("sizes[n] = find_size(part, rows)", "sizes[n] = n", "no rows are filled up"),
+        ("sizes[tried] = find_size(part, rows)", "sizes[tried] = n", "no rows are filled up"),
         ("(run(size) == right).all()", "True", "numbers of rows are not tried"),
-        ("(x.double() for x in (query", "(x.float() for x in (query", "attention sums in float32"),
-        ("dtype == torch.bool else mask == 0", "dtype == torch.bool else mask <= 0",
-         "windows and siblings are seen"),
+        ("torch.cat([multiply(q, k.double().mT)", "torch.cat([multiply(q.float(), k.float().mT)",
+         "scores are summed in float32"),
+        ("sum(multiply(w, v.double())", "sum(multiply(w.float(), v.float())",
+         "values are summed in float32"),
+        ("scores = scores + seen", "scores = scores + seen.clamp(min=-1)",
+         "what a window hides is seen a little"),
         ("tril(slots - n)", "tril(slots)", "a call without a mask sees what comes later"),
         ("if softcap is not None:", "if False:", "scores are not capped"),
         ("if s_aux is not None:", "if False:", "sinks take no attention"),
@@ -89,7 +92,7 @@ MUTANTS = {
         ("x.double()).to(x.dtype)", "x)", "activations run in the model's type"),
         ("x.reshape(-1, 1, 1, x.shape[-1])", "x[None]", "experts get several rows"),
         ("return logits.double()", "return logits", "logits are capped in the model's type"),
-        ("memo.setdefault(id(self), Sizes())", "self", "a copy takes the sizes of packed weights"),
+        ("tried = n, packed,", "tried = n,", "a copy takes the sizes of packed weights"),
         ("if not torch.equal(torch.cat(alone[2:]), tree[path]):", "if False:",
          "a model that is not invariant is taken")],
     "support/recurrent.py": [
@@ -326,6 +329,7 @@ MUTANTS = {
     "cli/main.py": [
         ("min(self.args.max_new_tokens, self.context - len(prompt))", "self.args.max_new_tokens",
          "an answer exceeds the context"),
+        ("and not session.args.invariant", "", "--compare takes all differences for rounding"),
         ("return int(exact and found", "return int(False and found", "--compare never fails"),
         ("run.method not in session.table.lossy", "True", "--compare checks lossy methods")],
     "cli/options.py": [

@@ -186,6 +186,17 @@ def test_compare_reports_the_first_difference(ask, how, expected):
     assert status == 0 and "outputs may differ" in err
 
 
+def test_a_difference_is_a_failure_if_rows_have_the_same_bits(ask, monkeypatch):
+    """In half precision, too. Without the option, --compare names it."""
+    changed = []
+    monkeypatch.setattr("cli.main.make_invariant", lambda *given: changed.append(given))
+    how = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "4", "--dtype", "bfloat16"]
+    for more, status in ([], 0), (["--invariant"], 1):
+        found, _, err = ask(*how, *more, method=wrong_from(3))
+        assert found == status and ("--invariant" in err) == (status == 0)
+    assert changed == [(loaded(TARGET, None, "bfloat16")[0], EngineLM)]
+
+
 def test_compare_takes_the_model_whose_text_a_method_writes(ask):
     model, _ = loaded(DRAFT, None, None)
 
