@@ -261,6 +261,7 @@ def save_tuning(path: Path, tuning: Tuning, model) -> None:
     save_file({name: x.cpu().bfloat16() for name, x in tensors.items()}, fresh,
               {"part": json.dumps(facts)})
     os.replace(fresh, path)
+    load_tuning.cache_clear()  # it may have read the old file
 
 
 @functools.lru_cache(maxsize=1)  # each prompt asks for it anew
@@ -419,6 +420,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
     adam = torch.optim.Adam(tuning.parameters(), lr)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     bar = tqdm(range(1, steps + 1), "tuning")
+    step = 0
     try:
         for step in bar:
             pairs = rng.sample(data, min(batch, len(data)))

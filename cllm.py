@@ -12,10 +12,10 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
     L    = L_GC + w L_AR                                                                     Eq. 7
 
 q is the model in training. A block is the paper's n-token sequence, and x is the text before it (in
-Eq. 6 before the answer). The block's first token, the root, is known already. Alg. 3 computes it in
-line 4. It is y_1 of Eq. 4 and y[0] in the code. y is a state on the block's Jacobi trajectory. The
-last state is the fixed point y*, the greedy output of the model before training. The fixed points
-of all blocks make up the answer l.
+Eq. 6 before the answer). The block's first token is called the root. The paper writes y_1 in Eq. 4,
+and y_0 in line 4 of Alg. 3, which spends a call on it. In the code it is y[0], and known from the
+block before. y is a state on the block's Jacobi trajectory. The last state is the fixed point y*,
+the greedy output of the model before training. The fixed points of all blocks make up the answer l.
 D(p || q) is the forward KL divergence, the sum of p log(p / q) over all tokens, and w is --w.
 
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
@@ -26,8 +26,8 @@ y(1), which is wrong from its third token on:
     y(2)   root  a1  a2  z3
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
-Up to a1 teacher and student are the same nodes, and D is 0 there. Only a token after the block
-follows x3, and Eq. 4 ends with the block. So x3 is left out. Only the last token of y(2) is wrong,
+Up to a1 teacher and student are the same nodes, and D is 0 there. What follows x3 is beyond the
+block, where Eq. 4 has no term. So x3 is left out. Only the last token of y(2) is wrong,
 so y(2) adds nothing to the loss. One tree holds an answer and states of all its blocks, so one
 forward pass reads them all. A pass for each state would read the same tokens again and again.
 
@@ -44,11 +44,16 @@ Departures (smaller ones are in results/cllm.md):
 - Blocks. Paper: they tile the answer, n tokens each (Alg. 1). Here: a block begins with a known
   token, often the last one of the block before, so it adds n - 1 or n tokens. The answer's end cuts
   the last block. Why: no call is spent only on a root, and nothing after that end is learnt.
-- The end of a block. Paper: Alg. 3 ends with a call that changes nothing (line 15). Here: a block
-  ends when all of its tokens are final. Why: that call would only confirm the last one.
-- Line 9 of Alg. 3 compares z_<i of the next state with z_<i of the current one. Here the next state
-  has the root in front, as in the released code. Otherwise a token would be compared with the one
-  after it.
+- The end of a block. Paper: iteration ends when a call changes nothing (Section 3.1), and Alg. 3
+  when n_t = n (line 15). As printed it never ends, since i* (line 9) keeps n_t below n. Here: a
+  block ends when all of its tokens are final. Why: one more call would only confirm the last one.
+- Line 9 of Alg. 3. Paper: it compares z_<i of the next state with that of the current one. Here:
+  the next state is shifted by one place, its known first token in front. Why: LLM(z) gives the
+  token after each token of z, so its i-th token is a choice for the place of z_{i+1}.
+- Table 3. Paper: fast-forwarded tokens are counted for each pass (Section 3.3), or for each n-token
+  sequence (the caption). Here: for each call.
+- The first state. Paper: 𝒥 begins with y(1) in Section 3.1, and with y(0) in Alg. 1. Here: y(0) is
+  learnt from, too.
 - First guesses. Paper: Algs. 1 and 3 draw them from x, which grows with the answer. Here: they come
   from the prompt. Why: the loop need not keep the text.
 - Corrections. Paper: Alg. 1 corrects random tokens of all states. Here: half of the states are
@@ -114,8 +119,9 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become what the target chose. With the numbers of a
-            # seed, too, the next call chooses such a token again if all before it were right
+            # Lines 10 and 14: the other guesses become what the target chose. If all before such a
+            # guess are right, the next call chooses it again: also a sample, since a place keeps
+            # its random numbers
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
             record["states"].append(y)  # line 12
@@ -358,7 +364,8 @@ def save(model, tokenizer, out: Path) -> None:
 def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 1000, batch: int = 8,
           states: int = 4, w: float = 10.0, seed: int = 0) -> None:
     """Teach a model to solve its Jacobi iteration in fewer steps. Alg. 2. Ctrl-C saves the model as
-    it is. To go on from a saved model, name it as --target.
+    it is. To go on from a saved model, name it as --target. The model itself is changed, and is in
+    bfloat16 in the end.
 
     data: file of trajectories, made by `python cllm.py collect`
     out: model directory to make, in bfloat16
@@ -383,7 +390,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 10
     rng = random.Random(seed)
     # The model stays in eval mode, without dropout. In bfloat16 most steps of AdamW would round to
     # nothing
-    model.float()
+    model.float().requires_grad_(True)
     adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0)
     # The rate rises over a twentieth of the steps, then falls to 0
     rate = torch.optim.lr_scheduler.LambdaLR(adam, lambda t: min(20 * (t + 1), steps - t) / steps)

@@ -52,7 +52,8 @@ The life of a prompt, with this tree. Steps 2 to 5 are a round:
                  the root of the next round.
 
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
-generator at a time.
+generator at a time. A lossless method writes the text of AR (`autoregressive`) as far as a call of
+many rows rounds like a call of one: always in float32, and not always in half precision.
 
 In a method's docstring a name with a colon, as `gamma:`, is an option of the command line, too.
 
@@ -130,7 +131,8 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens a row sees in each kind of layer, the row included. None: all of them.
 
-    A model that lists no kinds of layers has one, "sliding_attention". Llama's window is None.
+    If a config lists no kinds of layers, all of them count as "sliding_attention", with the window
+    of the config. Where it has none, as Llama's, the window is None: full attention.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -348,8 +350,9 @@ class Sampler:
     temperature, top_k, top_p and min_p turn logits into p, in this order, by the code of
     transformers. Temperature 0 stands for the argmax. Top_k 0, top_p 1 and min_p 0 keep all tokens.
 
-    coupling   let draft and target run the same race wherever a paper's rule compares their
-               distributions. To the rule both are sure of their winners, as at temperature 0
+    coupling   draft and target sample with the same E. A rule that compares p and q is then given 1
+               for the sampled token and 0 for all others. So it accepts a guess exactly if both
+               sampled the same token
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
@@ -366,7 +369,7 @@ class Sampler:
     def draw_times(self, place: int, V: int, device) -> torch.Tensor:
         """Draw the E [V] of a place, by the CPU, so that all devices have the same numbers."""
         # Numbers of float32 have steps of 2⁻²⁴ near 1, and would favour some of the rare tokens.
-        # Python's hash of -1 is that of -2, and numbers that are equal modulo 2⁶¹ - 1 share theirs.
+        # A hash mixes seed and place. The remainder is never negative: hash(-1) equals hash(-2).
         rng = torch.Generator().manual_seed(hash((self.seed % (2 ** 61 - 1), place)) % 2 ** 63)
         u = torch.rand(V, dtype=torch.float64, generator=rng).clamp_(min=1e-300)
         return -u.log_().float().to(device)
@@ -573,9 +576,11 @@ def call(command, argv: list[str]) -> None:
     model, tokenizer = load(*(args.pop(name) for name in ("target", "device", "dtype")))
     chat = args.pop("chat")
     if reads:
-        lines = Path(args["prompts"]).read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(x)["prompt"] if x[:1] == "{" else x for x in lines if x.strip()]
-        args["prompts"] = [encode(tokenizer, [text], chat) for text in texts]
+        lines = Path(args["prompts"]).read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(x) if x[:1] == "{" else {"prompt": x} for x in lines if x.strip()]
+        if not all("prompt" in row for row in rows):
+            raise InputError(f'expected a "prompt" on each line, got {args["prompts"]}')
+        args["prompts"] = [encode(tokenizer, [row["prompt"]], chat) for row in rows]
     command(model, tokenizer, **args)
 
 
@@ -601,10 +606,11 @@ def answer(method, lms: list[CachedLM], tokenizer, prompt: list[int], args: dict
     return ids, len(ids) / seconds
 
 
-def decode(method, lossy: bool, target: str, argv: list[str], parser) -> None:
+def decode(method, lossy: bool, target: str, argv: list[str], parser, shared: dict) -> None:
     """Answer a prompt by a method. With --compare also decode token by token.
 
-    With --chat and without --prompt it is a conversation: an empty line or Ctrl-D ends it.
+    With --chat and without --prompt it is a conversation: an empty line or Ctrl-D ends it. All
+    turns have what `shared` makes, as a pool of phrases.
     """
     classes = {x: kind for x, kind in method.__annotations__.items() if x in ("target", "draft")}
     paths = {x: f"{MODELS}/{x}" for x in classes} | {"target": f"{MODELS}/{target}"}
@@ -613,7 +619,7 @@ def decode(method, lossy: bool, target: str, argv: list[str], parser) -> None:
     vocab = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps, so it is not their number
     lms = [kind(model, vocab) for kind, model in zip(classes.values(), models)]
     args["sample"] = sample = Sampler(**{name: args[name] for name in SAMPLING})
-    args["eos"] = eos_ids(models[0], tokenizer)
+    args |= {"eos": eos_ids(models[0], tokenizer)} | {x: make() for x, make in shared.items()}
     talks = args["chat"] and not args["prompt"]
     messages = []
     for text in iter(lambda: input("\n> "), "") if talks else [args["prompt"] or PROMPT]:
@@ -628,26 +634,27 @@ def decode(method, lossy: bool, target: str, argv: list[str], parser) -> None:
         if args["compare"]:
             plain = [CachedLM(models[0], vocab)]
             theirs, slow = answer(autoregressive, plain, tokenizer, prompt, args)
-            said = "equals" if ours == theirs else "differs from"
-            if lossy or not sample.fixed:
-                said = "may differ from"
+            said = ("may differ from" if lossy or not sample.fixed else
+                    "equals" if ours == theirs else "differs from")
             print(f"speed-up {fast / slow:.2f}x; output {said} autoregressive output",
                   file=sys.stderr)
 
 
-def main(methods: list, commands=(), lossy=(), target: str = "target", argv=None, **_) -> None:
+def main(methods: list, commands=(), lossy=(), target="target", shared={}, argv=None, **_) -> None:
     """Be the command line of a method file: `python FILE.py [options]`.
 
     methods   the methods. `--method NAME` names one of them, and the first is the default
     commands  functions that `python FILE.py NAME [options]` calls
     lossy     methods whose text may differ from autoregressive text
     target    the folder in models/ that has the default target
+    shared    {the name of an argument of methods: a function that makes it}
     argv      the command line. None: that of this process
     _         what else a COMMAND_LINE says, for `python -m cli` and the tests
     """
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS, allow_abbrev=False)
-    parser.add_argument("--method", choices=[x.__name__ for x in methods], help="instead, a first "
-                        f"word may be a command: {[x.__name__ for x in commands]}")
+    parser.add_argument("--method", choices=[x.__name__ for x in methods],
+                        help="first words of other command lines: " + ", ".join(
+                            x.__name__ for x in commands) if commands else None)
     args, argv = parser.parse_known_args(argv)
     transformers.utils.logging.disable_progress_bar()  # only the answer and figures are printed
     try:
@@ -655,7 +662,7 @@ def main(methods: list, commands=(), lossy=(), target: str = "target", argv=None
             if argv[:1] == [command.__name__]:
                 return call(command, argv[1:])
         method = {x.__name__: x for x in methods}.get(args.method, methods[0])
-        decode(method, method in lossy, target, argv, parser)
+        decode(method, method in lossy, target, argv, parser, shared)
     except (KeyboardInterrupt, EOFError) as ended:  # Ctrl-C, or Ctrl-D in a conversation
         sys.exit(130 if isinstance(ended, KeyboardInterrupt) else 0)
     except (ValueError, OSError) as error:

@@ -146,8 +146,9 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become what the target chose. With the numbers of a
-            # seed, too, the next call chooses such a token again if all before it were right
+            # Lines 10 and 14: the other guesses become what the target chose. If all before such a
+            # guess are right, the next call chooses it again: also a sample, since a place keeps
+            # its random numbers
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
             record["states"].append(y)  # line 12

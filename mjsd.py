@@ -46,7 +46,8 @@ Departures:
   whether with replacement. Here: without. Why: a token drawn twice would make the same beam twice.
   The beams draw numbers of their own also with --coupling.
 - Numbers. γ 4, 8 beams and τ 0.1 are those of Table 5. A τ of 1 or more is allowed.
-- A draft whose logits are nan. Here: it has no beam, and the target decodes token by token.
+- A draft whose logits are nan has no beam at temperature 0, and the target decodes token by token.
+  Above temperature 0 it is refused.
 
 Left out: several verified beams, which a later version of the paper adds as MMTAD.
 """

@@ -44,7 +44,7 @@ Departures:
   rejected one, may begin a phrase, whose last token is the target's choice (see `phrases_of`). All
   suffixes are corrected in every round. Why: the loop `ouroboros` of the released code
   (github.com/thunlp/Ouroboros) makes such phrases. It means to correct suffixes after a rejection
-  too, but counts lists there instead of tokens, and so corrects none.
+  too. But a bound of its loop is the number of suffixes and not their length, so it corrects none.
 - Eq. 8. Paper: it is printed for the suffixes 2 … K. Here: all K are verified, as Eq. 9 needs.
 - Sampling. Paper: phrases of verification have tokens that are drawn from the target. Here: they
   have its argmaxes. Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
@@ -54,8 +54,9 @@ Departures:
   for G, the phrases that a draft call tries. Here: γ is 6, W is 2, β is 3 and G is 4. Why: on a CPU
   each row of a call costs time.
 - The window. Paper: nothing is said. Here: it moves on by one position a draft call, as if nothing
-  had been rejected. Its tokens are drafted, as those of a phrase are, if the draft model chooses
-  them. Why: it holds only guesses. The released code keeps it after a rejection too (continue_ctx).
+  had been rejected. Its columns are in the tree of the draft call, so the draft model may accept
+  their tokens, too. Why: it holds only guesses. The released code keeps it after a rejection too
+  (continue_ctx).
 - Whole phrases. Released code: a draft is cut after γ tokens. Here: all tokens of its last draft
   call stay. Why: the draft model has chosen them already.
 - The pool. Released code: at most guess_set_size phrases begin with one token, and they are tried

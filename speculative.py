@@ -195,8 +195,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
         joint[i + 1] = (joint[i] * ratio).clamp(max=1)
     scaled = joint * target_probs  # [γ+1, V], joint_i p(x)
     Z = (scaled[:-1] - draft_probs).clamp(min=0).sum(-1, keepdim=True)  # [γ, 1], Z_0 … Z_{γ-1}
-    # 0 / 0 if joint_i is 1 and both distributions of the next token are the same. Then joint_{i+1}
-    # is 1 too, and a later coin is sure to pass, so that h_i may be any number.
+    # If joint_i is 1 and p equals q after guess i, h_i is 0 / 0. Then joint_{i+1} is 1 too, and
+    # guess i is accepted by a later coin, so any h_i will do.
     h = (Z / (Z + 1 - joint[:-1])).nan_to_num(0)
     h = torch.cat([h, joint[-1:]])[1:]  # [γ, 1], h_1 … h_γ, without h_0
     passed = sample.uniform(h.shape, h.device) < h

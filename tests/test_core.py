@@ -1,9 +1,9 @@
 """Each exact method writes, greedily, what transformers' own `generate` writes.
 
 Copy this file to test a method of your own, or a file that you changed. Put it beside that file and
-common.py, and leave in METHODS only what is there. Then run `python -m pytest test_core.py`. A
-mistake in a mask, a position or a rollback gives another text. That a seed's text
-is the same by every method is tested in test_lossless.py.
+common.py, and leave in the imports and in METHODS only what is there. Then run `python -m pytest
+test_core.py`. A mistake in a mask or a rollback gives another text. That a seed's text is the same
+by every method, and that other families work, is tested in test_lossless.py.
 """
 import copy
 

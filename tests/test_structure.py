@@ -22,7 +22,7 @@ from training.settings import OPTIONS
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 860, "models": 930, "results": 362, "tests": 8125,
+LIMITS = {"root": 1160, "cli": 860, "models": 930, "results": 362, "tests": 8135,
           "hybrid support survey training": 4770}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
@@ -163,7 +163,7 @@ def test_a_decoding_imports_little():
 def test_common_has_few_ideas_and_a_file_with_its_training_few_lines():
     """What is read first must be read whole, in one sitting."""
     source = read("common.py")
-    assert code_lines(source) <= 322 and len(source.splitlines()) <= 663
+    assert code_lines(source) <= 323 and len(source.splitlines()) <= 669
     assert max(code_lines(read(f"{name}.py")) for name in ("bita", "cllm")) <= 216
     assert ast.parse(source).body[0].end_lineno <= 75
 
