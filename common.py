@@ -367,8 +367,7 @@ class Sampler:
         """Draw the E [V] of a place, by the CPU, so that all devices have the same numbers."""
         # Numbers of float32 have steps of 2⁻²⁴ near 1, and would favour some of the rare tokens.
         # Python's hash of -1 is that of -2, and numbers that are equal modulo 2⁶¹ - 1 share theirs.
-        seed = self.seed % (2 ** 61 - 1)
-        rng = torch.Generator().manual_seed(hash((seed, place)) % 2 ** 63)
+        rng = torch.Generator().manual_seed(hash((self.seed % (2 ** 61 - 1), place)) % 2 ** 63)
         u = torch.rand(V, dtype=torch.float64, generator=rng).clamp_(min=1e-300)
         return -u.log_().float().to(device)
 

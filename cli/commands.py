@@ -10,12 +10,12 @@ from inspect import signature
 
 from cli.main import Table, perform, run_script
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
-                         read_ranges, select_options)
+                          select_options)
 from cli.prompts import encode_data, read_pairs
 from support.engine import require
 from support.files import check_result
 from support.loading import load_checked
-from support.settings import Settings, use_settings
+from training.settings import RANGES, Settings, use_settings
 
 DATA = ('learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", "answer": '
         '"..."} on a line, both texts or both lists of token ids, or {"messages": [...]}, of which '
@@ -49,8 +49,8 @@ def perform_command(command, argv: list[str]) -> int | None:
     returns  the exit status, or nothing if all went well
     """
     args = parse_command(command, argv)
-    options = select_options(args, command, ranges=read_ranges(Settings))
-    settings = select_options(args, Settings)
+    options = select_options(args, command, ranges=RANGES)
+    settings = select_options(args, Settings, ranges=RANGES)
     if "out" in options:
         check_result("out", options["out"], "")
         require(options.get("work") != options["out"], "work", "another place than --out",

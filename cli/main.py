@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.options import MODELS, make_sampler, parse_decoding, read_options, select_options
-from cli.prompts import encode_prompts, read_texts
+from cli.prompts import encode_prompts, read_lines_of_terminal, read_texts
 from cli.run import Run, count_guesses, doubt_head, kind_for
 from cli.text import MOST, stream
 from cli.trace import make_page, watch
@@ -122,19 +122,39 @@ class Session:
                 check(model, partial(GraphedLM, waits=False))  # once more, by what a replay gives
         if args.invariant:
             make_invariant(target, self.run_as)
-        self.texts = read_texts(args.prompt or [], args.prompts)
+        self.talks = args.chat is not None and not (args.prompt or args.prompts)
+        require(not (self.talks and (args.compare or args.tune)), "prompt",
+                "given with --chat and --compare or --tune", "a conversation")
+        self.texts = [] if self.talks else read_texts(args.prompt or [], args.prompts)
         self.prompts = encode_prompts(target, tokenizer, self.texts, args.chat)
         self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))
-        longest = max(map(len, self.prompts))
-        require(longest < self.context, "prompt",
-                f"shorter than the context of {self.context} tokens", longest)
+        self.require_room(self.prompts)
         require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
         heat = args.temperature
         require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
         require(args.top_k >= 0, "top_k", "0 or more", args.top_k)
         require(1e-30 <= args.top_p <= 1, "top_p", "1e-30 to 1", args.top_p)
         require(0 <= args.min_p <= 1, "min_p", "0 to 1", args.min_p)
+
+    def require_room(self, prompts: list[list[int]]) -> None:
+        """Raise an InputError for prompts that leave no room for an answer."""
+        longest = max(map(len, prompts), default=0)
+        require(longest < self.context, "prompt",
+                f"shorter than the context of {self.context} tokens", longest)
+
+    def converse(self, run: Run) -> Iterator[tuple[str, list[int]]]:
+        """Yield what is typed at a terminal, with the token ids of all that was said before it."""
+        target, tokenizer = self.models["target"], self.tokenizers["target"]
+        for lm in run.models.values():
+            lm.keeps = True  # so a turn costs only what is new
+        said = []
+        for text in read_lines_of_terminal():
+            prompts = encode_prompts(target, tokenizer, [text], self.args.chat, said)
+            self.require_room(prompts)
+            yield text, prompts[0]
+            answer = tokenizer.decode(run.outputs[-1], skip_special_tokens=True)
+            said += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def start_run(self, method, options: dict) -> Run:
         """Make a run of a method, with fresh caches of the models that the method takes.
@@ -165,12 +185,14 @@ class Session:
         returns  the run, which has the outputs
         """
         args = self.args
-        colour = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
+        terminal = getattr(sys.stdout, "isatty", bool)  # a server's stdout may have no such method
+        colour = args.show == "always" or (args.show == "auto" and terminal())
         if args.compare and self.on_gpu:  # it loads each kernel when the kernel is first needed
             list(self.answer(self.start_run(method, options), self.prompts[0]))
         run = self.start_run(method, options)
         try:
-            for text, prompt in zip(self.texts, self.prompts):
+            turns = self.converse(run) if self.talks else zip(self.texts, self.prompts)
+            for text, prompt in turns:
                 chunks = self.answer(run, prompt)
                 if args.trace:
                     chunks = watch(self.traced, run, prompt, chunks)
@@ -315,7 +337,7 @@ def run_script(act: Callable[[], int | None]) -> int:
     prepare_process()
     try:
         status = act() or 0
-        sys.stdout.flush()  # what is still to be printed may meet a closed pipe, too
+        print(end="", flush=True)  # what is still to be printed may meet a closed pipe, too
         return status
     except BrokenPipeError:  # as of `| head`, which asks for no more words
         return 128 + 13  # SIGPIPE, which Windows does not have
@@ -329,6 +351,6 @@ def run_script(act: Callable[[], int | None]) -> int:
         return 128 + (stopped.args or [signal.SIGINT])[0]
     finally:
         try:
-            sys.stdout.flush()
+            print(end="", flush=True)
         except OSError:  # Python would try once more when it ends, and would complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -103,7 +103,8 @@ def add_prompt_options(parser: ArgumentParser):
         "--prompts", type=read_prompts, metavar="FILE",
         help='prompts, a line each, plain or {"prompt": "..."} (default: three examples)')
     parser.add_argument("--chat", nargs="?", const={}, type=json.loads, metavar="JSON",
-                        help='use the chat template, with settings as {"enable_thinking": false}')
+                        help='use the chat template, with settings as {"enable_thinking": false}. '
+                             "A method without a prompt holds a conversation then")
     return files
 
 

@@ -7,12 +7,13 @@ import io
 import json
 import sys
 from argparse import ArgumentTypeError, Namespace
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable
+from typing import Callable, Iterator
 from unittest.mock import patch
 
 from transformers.utils import chat_template_utils
@@ -20,7 +21,7 @@ from transformers.utils import chat_template_utils
 from common import InputError, eos_ids, until
 from support.engine import MODELS
 from support.files import explain, explain_errors
-from support.settings import Pair
+from training.settings import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a
 # training that was stopped would have other prompts on the next day, and would begin anew.
@@ -45,7 +46,15 @@ def read_input() -> str:
     It is UTF-8, may begin with a byte order mark, and may have the line ends of any system.
     UnicodeError if it is not UTF-8.
     """
+    if sys.stdin is None:
+        raise InputError("expected a prompt on standard input, got a program that has none")
     return io.TextIOWrapper(io.BytesIO(sys.stdin.buffer.read()), "utf-8-sig").read()
+
+
+def read_lines_of_terminal() -> Iterator[str]:
+    """Yield the lines that are typed, up to an empty one or Ctrl-D."""
+    with suppress(EOFError):
+        yield from iter(lambda: input("\n> "), "")
 
 
 def read_prompts(path: str | Path = MODELS / "examples.jsonl") -> list[str]:
@@ -118,11 +127,13 @@ def parse_row(line: str) -> dict:
 
 # ------------------------------------------------------------------------------ their token ids
 
-def encode_prompts(model, tokenizer, texts: list[str], chat: dict | None) -> list[list[int]]:
+def encode_prompts(model, tokenizer, texts: list[str], chat: dict | None,
+                   said: list[dict] = []) -> list[list[int]]:
     """Turn prompts into token ids that a model has embeddings for.
 
     texts    the prompts
     chat     settings of the model's chat template, into which each is put. None: into no template
+    said     messages that come before each prompt in the template: {"role", "content"}
     returns  token ids, a list for each prompt. InputError for a prompt that cannot be used
     """
     rows = len(model.get_input_embeddings().weight)
@@ -135,8 +146,9 @@ def encode_prompts(model, tokenizer, texts: list[str], chat: dict | None) -> lis
         if chat is not None:
             with explain_errors("a chat template that takes a prompt, as --chat needs one",
                                 tokenizer.name_or_path):  # a program of somebody else's
-                text = tokenizer.apply_chat_template([{"role": "user", "content": text}], **chat,
-                                                     tokenize=False, add_generation_prompt=True)
+                messages = [*said, {"role": "user", "content": text}]
+                text = tokenizer.apply_chat_template(messages, **chat, tokenize=False,
+                                                     add_generation_prompt=True)
             ids = tokenizer.encode(text, add_special_tokens=False)
         if max(ids) >= rows:
             token = tokenizer.convert_ids_to_tokens(max(ids))

@@ -40,18 +40,18 @@ import tasks
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))
-import common  # noqa: E402  (the path is set above)
 from cli.commands import main  # noqa: E402
 from cli.main import run_script  # noqa: E402
 from cli.text import Parser  # noqa: E402
+import common  # noqa: E402  (the path is set above)
 from support.engine import depth_of, require  # noqa: E402
 from support.files import save_model  # noqa: E402
 from support.layers import take_layers  # noqa: E402
-from support.settings import Pair  # noqa: E402
+from support.parts import score_with  # noqa: E402
 from training.loop import (Training, answer_all, digest, divergence,  # noqa: E402
                            divergence_in_parts, low_precision, prepare_training, read_answers,
                            sample_alike, warm_linear)
-from support.parts import score_with  # noqa: E402
+from training.settings import Pair  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples
 # The shares of the target's second phase have more math, since arithmetic is learnt last.

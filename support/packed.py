@@ -114,6 +114,14 @@ class PackedLinear(Linear):
         filled = F.pad(x.reshape(rows, -1), (0, 0, 0, size - rows))
         return multiply(filled, weight.inside, self.bias)[:rows].view(*x.shape[:-1], -1)
 
+    def _apply(self, change, *args, **options):
+        """Leave blocks as they are if Module.to asks for the place and type that they have."""
+        if type(self.weight) is Blocks:
+            asked = change(torch.empty(0, dtype=self.weight.dtype))
+            if (asked.device, asked.dtype) == (self.weight.device, self.weight.dtype):
+                return self
+        return super()._apply(change, *args, **options)
+
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         for name, x in self.named_parameters(recurse=False):
             destination[f"{prefix}{name}"] = plain(x) if keep_vars else plain(x).detach()

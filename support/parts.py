@@ -1,11 +1,9 @@
 """This file keeps what was trained or measured for a model, and has helpers of trained parts.
 
-    require                   refuses a value of an option
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     Part                      a module that is trained beside a frozen model
     save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
-    refuse_integers           refuses a model whose weights are quantised
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
     head_for                  an LM head that has only some of a model's tokens
@@ -134,8 +132,7 @@ class Part(torch.nn.Module):
     """This is a module that is trained beside a frozen model, such as a head.
 
     Other classes, such as `Tuned` of low_rank.py, are parts too if they have these attributes,
-    `trainable()`, `parameters()` and `header()`. A part that can lack tokens has keep(tokens) as
-    well, which lets it guess only these, in this order.
+    `trainable()`, `parameters()` and `header()`.
 
     title   what it is, in words that an error message can use
     taps    the layers whose inputs it reads (layers.py). None: it reads what the LM head reads
@@ -147,6 +144,11 @@ class Part(torch.nn.Module):
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return by name the parameters that are trained, and kept in a file."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def keep(self, vocab: list[int]) -> None:
+        """Let a draft model `lm` guess only the tokens of `vocab`, and its head have them so."""
+        self.vocab = self.vocab[vocab]
+        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
     def header(self) -> dict:
         """Return what `make` of `load_trained` needs to make such a part, and JSON can hold."""
@@ -192,7 +194,8 @@ def match_type(part: torch.nn.Module, model):
     Buffers keep theirs. Rotary frequencies would lose most of their digits in bfloat16.
     """
     for p in part.parameters():
-        p.data = p.data.to(model.dtype)
+        if p.dtype != model.dtype:
+            p.data = p.data.to(model.dtype)
     return pack(part) if is_packed(model) and isinstance(part, torch.nn.Module) else part
 
 

@@ -27,7 +27,7 @@ Drafts of DFlash and DSpark come in three layouts. They agree in the names of th
 import math
 import re
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 from common import InputError, context_length
 from support.engine import depth_of, require
@@ -61,10 +61,9 @@ SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
          "head_dim", "rms_norm_eps", "hidden_act")
 # The settings of its rotary positions. A configuration has the first two or the third:
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-# The settings that are read of a draft of DFlash as well:
+# The settings that are read of the layers of a draft of DFlash as well:
 DFLASH = ("num_hidden_layers", "layer_types", "attention_bias", "sliding_window",
-          "use_sliding_window", "max_window_layers", "input_embedding_scale", "output_multiplier",
-          "markov_rank")
+          "use_sliding_window", "max_window_layers")
 # Those of DSpark's tensors that have other names here:
 DSPARK = {"markov_head.markov_w1": "W1", "markov_head.markov_w2": "W2"}
 ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
@@ -239,58 +238,94 @@ def find_setting(told: dict, names: Sequence[str], default):
     return next((told[name] for name in names if told.get(name) is not None), default)
 
 
-def read_dflash(config: dict, model) -> tuple[Qwen3Config, list[int]]:
-    """Read what config.json says of a draft of DFlash.
+class Form(NamedTuple):
+    """Describe a draft of DFlash, in whatever layout it was released."""
+    layers: Qwen3Config  # the configuration of its layers
+    listed: list[int]  # the layers whose inputs it reads, in the order of the columns of `fc`
+    rows: int  # of a block
+    mask: int  # the token whose embedding the masks read
+    first: int  # the first row of a block that guesses: 0, the root's, or 1
+    sees: dict[str, tuple]  # {kind of a layer: (low, high)}. A row sees low to high - 1 places back
+    scale: float  # of embeddings
+    multiplier: float  # of logits
+    cap: float  # of logits. 0: there is none
+    rank: int  # of the Markov head. 0: there is none
+
+
+def read_dflash(config: dict, model) -> Form:
+    """Read what config.json says of a draft of DFlash. Any error if its settings do not fit.
 
     config   its settings. Some may be in `dflash_config`
     model    the target
-    returns  the configuration of its layers, and the numbers of the layers whose inputs it reads,
-             in ascending order. The configuration has the other settings and these: `cap`; `first`,
-             the first row of a block that guesses; `order`, for each of the layers that are read
-             the place where it is listed; and `sight`, {kind of a layer: (low, high)}. A row of
-             such a layer sees the rows that are low to high - 1 places before it. Any error if the
-             settings do not fit
     """
-    told = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "markov_rank": 0} | config
-    told |= config.get("dflash_config") or {}
-    other = "speculators_model_type" in told
-    # Qwen3's own configuration has no window without this setting, and one of 4096 if it is None.
-    told.setdefault("use_sliding_window", other and told.get("model_type") != "qwen3")
-    if told.get("sliding_window", 0) is None:
-        told["use_sliding_window"] = False
-    form = read_layer_config("config.json", told, model, Qwen3Config, DFLASH)
-    form.block_size, form.mask_token_id = told["block_size"], told["mask_token_id"]
-    form._attn_implementation = "grouped"  # the attention of support/engine.py
-    form.cap = told.get("final_logit_softcapping") or 0
-    form.first = 1 - bool(find_setting(
-        told, ("sample_from_anchor", "query_zero_predicts_next", "shift_label"),
-        not other and "DSpark" in str(told.get("architectures"))))
-    form.sight = {}
-    for kind, causal, window in (
+    settings = config | (config.get("dflash_config") or {})
+    if "aux_hidden_state_layer_ids" in settings:
+        return read_speculators(settings, model)
+    if "DSpark" in str(settings.get("architectures")):
+        return read_deepspec(settings, model)
+    return read_zlab(settings, model)
+
+
+def read_zlab(settings: dict, model) -> Form:
+    """Read z-lab's layout, whose layers are those whose outputs are read."""
+    return make_form(settings, model, [1 + i for i in settings["target_layer_ids"]])
+
+
+def read_deepspec(settings: dict, model) -> Form:
+    """Read DeepSpec's layout, in which the root's row guesses, too."""
+    listed = [1 + i for i in settings["target_layer_ids"]]
+    return make_form({"sample_from_anchor": True} | settings, model, listed)
+
+
+def read_speculators(settings: dict, model) -> Form:
+    """Read the layout of speculators, whose layers are those whose inputs are read.
+
+    Its layers of another kind than Qwen3's have windows without saying so.
+    """
+    windows = settings.get("model_type") != "qwen3"
+    return make_form({"use_sliding_window": windows} | settings, model,
+                     settings["aux_hidden_state_layer_ids"])
+
+
+def make_form(settings: dict, model, listed: list[int]) -> Form:
+    """Make the form of a draft of DFlash.
+
+    settings  all that config.json says, with the defaults of its layout
+    model     the target
+    listed    the layers whose inputs it reads, as they are listed
+    """
+    if settings.get("sliding_window", 0) is None:  # Qwen3's configuration would have one of 4096
+        settings = settings | {"use_sliding_window": False}
+    layers = read_layer_config("config.json", settings, model, Qwen3Config, DFLASH)
+    layers._attn_implementation = "grouped"  # the attention of support/engine.py
+    sees = {}
+    for kind, causal, high in (
             ("full_attention", False, math.inf),
-            ("sliding_attention", not told.get("sliding_window_non_causal"),
-             form.sliding_window or math.inf)):
-        causal = find_setting(told, ("is_causal", "causal"), causal)
-        form.sight[kind] = (0 if causal else 1 - window, window)
-    ids = told.get("aux_hidden_state_layer_ids") or [1 + i for i in told["target_layer_ids"]]
-    form.order = sorted(range(len(ids)), key=ids.__getitem__)
-    taps = [ids[i] for i in form.order]
-    check_dflash(told, form, taps, model)
-    return form, taps
+            ("sliding_attention", not settings.get("sliding_window_non_causal"),
+             layers.sliding_window or math.inf)):
+        causal = find_setting(settings, ("is_causal", "causal"), causal)
+        sees[kind] = (0 if causal else 1 - high, high)
+    root_guesses = find_setting(
+        settings, ("sample_from_anchor", "query_zero_predicts_next", "shift_label"), False)
+    form = Form(layers, listed, settings["block_size"], settings["mask_token_id"],
+                1 - bool(root_guesses), sees,
+                find_setting(settings, ["input_embedding_scale"], 1.0),
+                find_setting(settings, ["output_multiplier"], 1.0),
+                find_setting(settings, ["final_logit_softcapping"], 0.0),
+                find_setting(settings, ["markov_rank"], 0))
+    check_dflash(settings, form, model)
+    return form
 
 
-def check_dflash(told: dict, form: Qwen3Config, taps: list[int], model) -> None:
-    """Raise an InputError if a draft of DFlash does not fit a model. `told` are all settings.
-
-    The other arguments are what `read_dflash` returns, and the target.
-    """
-    table, h, L = model.get_input_embeddings().weight, form.hidden_size, depth_of(model)
-    depth, B, mask = told.get("num_target_layers"), form.block_size, form.mask_token_id
+def check_dflash(settings: dict, form: Form, model) -> None:
+    """Raise an InputError if a draft of DFlash does not fit a model. See `make_form`."""
+    table, h, L = model.get_input_embeddings().weight, form.layers.hidden_size, depth_of(model)
+    depth, taps = settings.get("num_target_layers"), sorted(form.listed)
     # With these settings a draft has other layers or masks than are computed here.
-    odd = [x for x in ("use_swa", "attention_sink_bias") if told.get(x)]
+    odd = [x for x in ("use_swa", "attention_sink_bias") if settings.get(x)]
     widths = [table.shape[1], *tap_widths(model, taps)]
     # In speculators' layout layer L would be read before the norm that stands before the LM head.
-    last = L - ("aux_hidden_state_layer_ids" in told)
+    last = L - ("aux_hidden_state_layer_ids" in settings)
     for fits, expected, got in (
             (not odd, "without settings that are not known here", odd),
             (depth in (None, L), f"for a model of {L} layers", depth),
@@ -298,9 +333,10 @@ def check_dflash(told: dict, form: Qwen3Config, taps: list[int], model) -> None:
              f"that reads different layers below {last}", taps),
             (widths == [h] * len(widths),
              f"of embeddings and hidden states of {h} numbers, as its own are", widths),
-            (isinstance(B, int) and B > form.first, f"with a block_size above {form.first}", B),
-            (isinstance(mask, int) and 0 <= mask < len(table),
-             f"whose mask_token_id is a token below {len(table)}", mask)):
+            (isinstance(form.rows, int) and form.rows > form.first,
+             f"with a block_size above {form.first}", form.rows),
+            (isinstance(form.mask, int) and 0 <= form.mask < len(table),
+             f"whose mask_token_id is a token below {len(table)}", form.mask)):
         if not fits:
             raise InputError(f"expected a draft {expected}, got {got!r}")
 
@@ -379,8 +415,10 @@ def load_dflash(path: str | Path, title: str, model, make: Callable[[dict], Part
     vocab = take_vocab(tensors, path, model)
     with explain_errors("a head whose config.json fits this model", path):
         draft = make({"config": config | {"draft_vocab_size": len(vocab)}})
-        fc = tensors["fc.weight"].unflatten(1, (len(draft.taps), -1))
-        tensors["fc.weight"] = fc[:, draft.form.order].flatten(1)
+        listed = draft.form.listed  # features come by the layers' numbers
+        columns = sorted(range(len(listed)), key=listed.__getitem__)
+        fc = tensors["fc.weight"].unflatten(1, (len(listed), -1))
+        tensors["fc.weight"] = fc[:, columns].flatten(1)
     draft.vocab = vocab.to(draft.vocab)
     draft.embed = take_own(draft.embed, tensors, "embed_tokens.weight", path)
     draft.head = take_own(draft.head, tensors, "lm_head.weight", path, len(vocab))

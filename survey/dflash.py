@@ -119,9 +119,11 @@ class BlockDraft(Part):
     def __init__(self, model, config: dict, seed: int = 0):
         super().__init__()
         self.config = config
-        self.form, self.taps = read_dflash(config, model)
-        self.B = self.form.block_size + 1 - self.form.first
-        h, rank = self.form.hidden_size, self.form.markov_rank
+        self.form = read_dflash(config, model)
+        self.taps = sorted(self.form.listed)
+        self.B = self.form.rows + 1 - self.form.first
+        layers = self.form.layers
+        h, rank = layers.hidden_size, self.form.rank
         self.embed, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         V = len(self.head.weight)
         self.vocab = torch.arange(config.get("draft_vocab_size") or V, device=model.device)
@@ -130,13 +132,13 @@ class BlockDraft(Part):
             torch.manual_seed(seed)
             self.fc = torch.nn.Linear(len(self.taps) * h, h, bias=False)
             self.layers = torch.nn.ModuleList(
-                Qwen3DecoderLayer(self.form, i) for i in range(self.form.num_hidden_layers))
+                Qwen3DecoderLayer(layers, i) for i in range(layers.num_hidden_layers))
             if rank:  # at first the Markov head adds nothing
                 self.W1 = torch.nn.Embedding(V, rank)
                 self.W2 = torch.nn.Linear(rank, len(self.vocab), bias=False)
                 torch.nn.init.zeros_(self.W2.weight)
-        self.hidden_norm, self.norm = (Qwen3RMSNorm(h, self.form.rms_norm_eps) for _ in range(2))
-        self.rotary = Qwen3RotaryEmbedding(self.form)
+        self.hidden_norm, self.norm = (Qwen3RMSNorm(h, layers.rms_norm_eps) for _ in range(2))
+        self.rotary = Qwen3RotaryEmbedding(layers)
         self.to(model.device)
 
     def header(self) -> dict:
@@ -168,11 +170,11 @@ class BlockDraft(Part):
                   the next pass writes over them
         returns   [N, G, B - 1, h], what the LM head reads
         """
-        rows = self.form.block_size
-        ids = F.pad(tokens[..., None], (0, rows - 1), value=self.form.mask_token_id).flatten(1)
+        rows, kinds = self.form.rows, self.form.layers.layer_types
+        ids = F.pad(tokens[..., None], (0, rows - 1), value=self.form.mask).flatten(1)
         # Raw rows, as in the released code. Gemma's own module would scale them.
         x = F.embedding(ids, self.embed.weight).to(self.fc.weight.dtype)
-        x = x * self.form.input_embedding_scale
+        x = x * self.form.scale
         at = (places[..., None] + torch.arange(rows, device=x.device)).flatten(1)  # [N, n]
         context = torch.arange(cache.start, device=x.device).expand(len(at), 1, -1)
         block = torch.arange(at.shape[1], device=x.device) // rows
@@ -180,23 +182,23 @@ class BlockDraft(Part):
                              (block[:, None] == block).expand(len(at), -1, -1)], 2)
         past = at[..., None] - torch.cat([context, at[:, None]], 2)  # [N, n, slots]
         masks = {}
-        for kind in {*self.form.layer_types}:
-            low, high = self.form.sight[kind]
+        for kind in {*kinds}:
+            low, high = self.form.sees[kind]
             seen = visible & (low <= past) & (past < high)
             masks[kind] = torch.where(seen[:, None], 0.0, -torch.inf).to(x)
         rotary = self.rotary(x, at)
-        for layer, kind in zip(self.layers, self.form.layer_types):
+        for layer, kind in zip(self.layers, kinds):
             x = layer(x, masks[kind], past_key_values=cache, position_embeddings=rotary)
         return self.norm(x).unflatten(1, (-1, rows))[:, :, self.form.first:]
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., V'] of what the LM head reads, without the Markov head."""
-        z = self.head(hidden.to(self.head.weight.dtype)).float() * self.form.output_multiplier
+        z = self.head(hidden.to(self.head.weight.dtype)).float() * self.form.multiplier
         return self.form.cap * (z / self.form.cap).tanh() if self.form.cap else z
 
     def add_markov(self, z: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Add to logits z [..., V'] what the Markov head says of the tokens [...] before them."""
-        if not self.form.markov_rank:
+        if not self.form.rank:
             return z
         # In decoding the logits that stand for no token are cut off.
         return z + self.W2(self.W1(tokens))[..., :z.shape[-1]]

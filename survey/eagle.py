@@ -58,7 +58,7 @@ from support.clock import MOST, Choice, Clock
 from support.engine import MODELS, EngineLM
 from support.layers import make_config
 from support.loading import check
-from support.parts import Part, head_for, load_trained, score_with
+from support.parts import Part, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
 from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
@@ -134,11 +134,6 @@ class EagleLayer(Part):
 
     def header(self) -> dict:
         return {"config": self.config.to_dict()}
-
-    def keep(self, vocab: list[int]) -> None:
-        """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
-        self.vocab = self.vocab[vocab]
-        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
         """Return the layer's inputs [..., e]: `fc` of tokens [...] and features [..., f]."""

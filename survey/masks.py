@@ -79,11 +79,11 @@ from support.clock import Choice, Clock
 from support.engine import MODELS, EngineLM, require
 from support.layers import move_counts
 from support.parts import load_trained, score_with
-from support.settings import Pair
 from support.trees import Acceptance
 from training.loop import (count_tokens, divergence_in_parts, fit_part, prepare_training,
                            read_answers, sample_alike, warm_linear)
 from training.low_rank import Tuned, prepare_changes
+from training.settings import Pair
 
 import torch
 

@@ -62,7 +62,7 @@ from common import InputError, Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require
 from support.files import ask_hub, check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
-from support.parts import Part, head_for, load_trained, score_with
+from support.parts import Part, load_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
 from survey.eagle import decode
 from training.loop import find_frequent, prepare_training
@@ -124,11 +124,6 @@ class MTPBlock(Part):
         self.to(model.device)
         self.lm.set_input_embeddings(table)
         self.lm.set_output_embeddings(head)
-
-    def keep(self, vocab: list[int]) -> None:
-        """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
-        self.vocab = self.vocab[vocab]
-        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return all weights of the block by the names of `mtp.…`."""

@@ -35,7 +35,7 @@ from typing import Iterator
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
 from support.engine import EngineLM
-from support.trees import Acceptance, Node, fill_plan
+from support.trees import Acceptance, Node, best_tree, fill_plan
 
 import torch
 
@@ -99,10 +99,13 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     prompt = begin(prompt, target)
     root = prompt[-1]
     learnt = successors.learnt
-    clock = target.once(Clock, target, key=(recycling, nodes))
+    clock = target.once(Clock, target, key=(recycling,))
     while True:
         # Plan: the likeliest tree by how often each successor was right so far.
-        planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH, nodes))
+        if nodes:
+            planned = best_tree([learnt.rates()] * DEPTH, nodes)
+        else:
+            planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(root, planned)
         # Verify.
@@ -113,7 +116,8 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits)
         root = chunk[-1]
-        clock.note(1, len(planned))
+        if not nodes:
+            clock.note(1, len(planned))
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

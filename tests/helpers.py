@@ -36,14 +36,6 @@ def take(chunks, n: int) -> list[list[int]]:
     return [*itertools.islice(chunks, n)]
 
 
-def prefill(lm, ids: list[int]) -> torch.Tensor:
-    """Cache all of ids, and return the logits [1, V] after the last."""
-    lm.start(ids[:-1])
-    logits = lm.forward(ids[-1:])
-    lm.commit([0])
-    return logits
-
-
 def note_calls(monkeypatch, place, name: str) -> list[tuple]:
     """Let a function note the arguments of each call, and return the list of them."""
     given, act = [], getattr(place, name)

@@ -50,7 +50,8 @@ MUTANTS = {
          "top_p is given three dimensions, of which it makes nan"),
         ("not rows.amax(-1).isfinite().all()", "False", "logits that are nan choose a token"),
         ("(positions[n - keep:] + 1)", "positions[n - keep:]", "a place is one too small"),
-        ("hash((seed, place))", "hash(seed)", "all places share their numbers"),
+        ("hash((self.seed % (2 ** 61 - 1), place))", "hash(self.seed)",
+         "all places share their numbers"),
         ("torch.rand(V, dtype=torch.float64, generator", "torch.rand(V, generator",
          "numbers of float32, by which no token is rare"),
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
@@ -283,8 +284,8 @@ MUTANTS = {
     "support/released.py": [
         ("weights_only=True", "weights_only=False", "a pickled file may run code"),
         ("own = share_weights(module)", "own = module", "a head's table is put into the target"),
-        ("fc[:, draft.form.order]", "fc", "columns stand for layers in another order"),
-        ("0 if causal else 1 - window", "0", "sliding layers never look ahead"),
+        ("fc[:, columns]", "fc", "columns stand for layers in another order"),
+        ("0 if causal else 1 - high", "0", "sliding layers never look ahead"),
         ("torch.arange(len(offsets)) + offsets", "offsets", "rows stand for other tokens")],
     "support/layers.py": [
         ("new = share_weights(model)", "new = model", "a view changes the model itself"),

@@ -37,8 +37,8 @@ from support.engine import EngineLM
 from support.graphs import GraphedLM
 from support.layers import move_counts
 from sources import FILES, functions_of
-from support.settings import Settings
 from training import loop as training
+from training.settings import RANGES, Settings
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -314,7 +314,7 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
     ends of the range are in it."""
     methods, commands = functions_of(file)
     for function in [*methods, *commands, Settings]:
-        ranges = (usual := read_ranges(Settings)) | read_ranges(function)
+        ranges = RANGES | read_ranges(function)
         for name, (kind, _) in read_options(function).items():
             # The three have no range of this kind.
             if kind not in (int, float) or name in ("seed", "temperature", "confidence"):
@@ -323,7 +323,7 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
             assert all(fits(x, ranges[name]) for x in ends) != ranges[name].startswith("above")
             for value in outside(ranges[name], kind):
                 with pytest.raises(InputError) as refused:
-                    select_options(Namespace(**{name: value}), function, ranges=usual)
+                    select_options(Namespace(**{name: value}), function, ranges=RANGES)
                 expected = f"{write_option(name)} must be {ranges[name]}, got {value}"
                 assert str(refused.value) == expected
 

@@ -17,9 +17,14 @@ from support import packed
 from support.engine import EngineLM
 from support.layers import share_weights, take_layers
 from support.loading import check
-from support.packed import Blocks, PackedLinear, list_types, pack, plain, unpack
+from support.packed import (Blocks, PackedLinear, is_packed, list_types, pack, plain,
+                            unpack)
 from support.parts import match_type
-from support.released import some_weights
+from support.released import describe_dflash, some_weights
+from survey.dflash import BlockDraft
+from survey.eagle import EagleLayer
+from survey.medusa import Heads
+from survey.mtp import MTPBlock
 from training.low_rank import add_low_rank, merge_changes
 
 TYPES = sorted(list_types(), key=str)
@@ -307,6 +312,20 @@ def test_a_packed_model_decodes_as_before(every_weight):
         assert tokens_of(chunks, 40) == expected
     heads = [x.get_output_embeddings().weight for x in (ours, view)]
     assert heads[0] is heads[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_read_the_blocks_of_their_model(every_weight, tied):
+    """A part has the LM head of its model, and moves with its own weights alone."""
+    model = pack(tiny("llama", tie_word_embeddings=tied))
+    blocks = model.lm_head.weight
+    for make in (EagleLayer, MTPBlock, lambda model: Heads(model, "medusa", 2),
+                 lambda model: BlockDraft(model, describe_dflash(model, [0, 1], 60, 1, 3, 4))):
+        part = match_type(make(model), model)
+        assert is_packed(part) and type(blocks) is Blocks and model.lm_head.weight is blocks
+        assert any(x is model.lm_head for x in part.modules())
+    with pytest.raises(InputError, match="unpack the model first"):
+        model.double()
 
 
 def test_what_is_made_of_a_packed_model(every_weight):

@@ -1,11 +1,13 @@
 """Prompts that come in: from standard input and from files, alone or with answers, into a chat
 template and into token ids."""
 import argparse
+import copy
 import io
 import json
 import re
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer
@@ -13,7 +15,8 @@ from transformers import AutoTokenizer
 from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
                          read_prompts, read_texts, split_texts)
 from common import InputError
-from helpers import ROOT
+from helpers import ROOT, main, script
+from jacobi import jacobi
 
 TALK = [{"role": "user", "content": "Tom has 3"}, {"role": "assistant", "content": " apples"}]
 ASKED, SAID = TALK
@@ -196,3 +199,32 @@ def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, cha
     chat.eos_token = row.get("eos", "</s>")
     with pytest.raises(InputError, match=f"^expected .* --data .*, got 'line 1': .*{said}"):
         encode_pair(embedded[0], chat, row | {"where": "line 1"}, None)
+
+
+# --------------------------------------------------------------------------------- a conversation
+
+@pytest.mark.parametrize("end", ["", EOFError()])
+def test_a_conversation_goes_on_with_all_that_was_said(end, embedded, monkeypatch, capsys):
+    """A second turn reads only what is new. An empty line or Ctrl-D ends it."""
+    tokenizer = copy.deepcopy(embedded[2])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }} {% endfor %}"
+    monkeypatch.setattr("support.loading.load", lambda *_: (embedded[0], tokenizer))
+    monkeypatch.setattr("builtins.input", Mock(side_effect=["Tom", "and Mia", end]))
+    runs = []
+
+    def report(run) -> str:
+        runs.append(run)
+        return ""
+    assert main([jacobi], report, ["--chat", "--max-new-tokens", "5", "--no-pack"]) == 0
+    [run] = runs
+    one, two = map(tokenizer.decode, run.prompts)
+    first, second = (tokenizer.decode(x, skip_special_tokens=True) for x in run.outputs)
+    assert (one, two) == ("uTom ", f"uTom a{first} uand Mia ")
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    read = [rows for rows, logits, _ in run.models["target"].passes if logits == 0]
+    assert sum(read) < len(run.prompts[1])  # each prompt by itself would be more
+
+
+@pytest.mark.parametrize("options", [["--compare"], ["--tune"]])
+def test_a_conversation_has_nothing_to_compare(options):
+    assert script("jacobi", "--chat", *options) == 2

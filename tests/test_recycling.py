@@ -1,6 +1,5 @@
 """Token Recycling: the matrix and the trees that are filled from it. That its text is the target's
 is in test_lossless.py."""
-import pytest
 import torch
 
 from fake_models import counting
@@ -56,12 +55,3 @@ def test_what_is_kept_from_prompt_to_prompt():
         tokens_of(recycling(lm, [3, 4], nodes=16, successors=successors), 12)
         counts.append(lm.calls)
     assert counts == [12, 2, 12]
-
-
-@pytest.mark.parametrize("nodes, accepted", [(1, 0), (7, 3)])
-def test_a_tree_has_at_most_so_many_nodes(nodes, accepted):
-    """All is known, so the tree is full. Of seven nodes three are no likeliest successors."""
-    target, known, log = counting(20), Successors(), []
-    known.rows = {token: [(token + 1) % 20, 0, 0] for token in range(20)}
-    next(recycling(target, [8, 0], nodes=nodes, successors=known, log=log))
-    assert log == [{"guessed": nodes - 1, "accepted": accepted}]

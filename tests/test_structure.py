@@ -18,12 +18,12 @@ from helpers import fork, forget_project, main
 from mutants import list_written
 from sources import (FILES, SIX, code_lines, copied_with, functions_of, list_files, name_of, needs,
                      path_of, read, written)
-from support.settings import Settings
+from training.settings import OPTIONS
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 868, "models": 930, "results": 370, "tests": 8230,
-          "hybrid support survey training": 4750}  # lines of code; prose has no limit
+LIMITS = {"root": 1160, "cli": 860, "models": 930, "results": 362, "tests": 8125,
+          "hybrid support survey training": 4770}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
 
@@ -155,7 +155,7 @@ def test_a_decoding_imports_little():
     methods, and imports seven files beside common.py."""
     assert len(needs("hybrid.hybrid")) <= 7
     files = copied_with("cli.main") | copied_with("cli.trajectory")
-    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1640
+    assert sum(code_lines(path_of(name).read_text()) for name in files - {"common"}) <= 1700
 
 
 # -------------------------------------------------------------------------------- short, narrow
@@ -216,7 +216,7 @@ def test_docstrings_explain_every_option(name):
     for function in [*methods, *commands]:
         free = PLAIN if function in commands else set()
         if is_training(function):
-            free = free | explained(Settings.__doc__)
+            free = free | {*OPTIONS}
         options, listed = {*read_options(function)}, explained(function.__doc__)
         assert options - listed <= free and listed <= options, function.__name__
 

@@ -21,9 +21,9 @@ from helpers import interrupting, script, tokens_of
 from support.engine import EngineLM
 from survey.masks import guess_answers
 from training import loop as training
-from support.settings import Settings, use_settings
 from training.loop import (Training, answer_all, collect_answers, divergence, find_frequent,
                            prepare_training, read_texts, sample_alike)
+from training.settings import Settings, use_settings
 from trainings import (FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama,
                        run)
 

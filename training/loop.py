@@ -48,7 +48,7 @@ from common import InputError, context_length, eos_ids, until
 from support.engine import require, tap_layers
 from support.files import explain_errors, read_kept, write_whole
 from support.parts import save_trained
-from support.settings import SETTINGS, Pair
+from training.settings import SETTINGS, Pair
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
 TOKENS = 16_384  # the most tokens of a batch of texts, with padding, and of their answers

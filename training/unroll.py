@@ -23,8 +23,8 @@ from typing import Callable
 
 from support.engine import tap_layers
 from support.parts import Part
-from support.settings import Pair
 from training.loop import count_tokens, fit_part, pad_pairs, sample_alike, warm_linear
+from training.settings import Pair
 from training.texts import compute_features, evaluate
 
 import torch
