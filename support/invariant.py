@@ -16,8 +16,7 @@ A row depends on others in four ways. This is what becomes of each:
       and norms     of so many rows has other bits than a call of 16, zeros fill the rows up to a
                     number that has the bits of 16.
     activations     A CPU computes most numbers of a tensor in vectors, and the last ones one by
-      and rotary    one, by another formula. So activations run in float64, and angles in calls of
-      positions     16 positions, which are whole vectors.
+                    one, some of them by another formula. So activations run in float64.
     experts         An expert gets as many rows of a call as chose it. So they run row by row.
 
     model = make_invariant(model)     # after `pack`, and on the device where it will run
@@ -137,28 +136,9 @@ def run_alone(part, x: torch.Tensor):
     return torch.cat(found).view(x.shape)
 
 
-def run_positions(part, x: torch.Tensor, position_ids: torch.Tensor, *kind, **named) -> tuple:
-    """Compute the cosines and sines of positions [B, n], SIZE positions at a time."""
-    n = position_ids.shape[1]
-    parts = F.pad(position_ids, (0, -n % SIZE)).split(SIZE, 1)
-    found = [type(part).forward(part, x, some, *kind, **named) for some in parts]
-    return tuple(torch.cat(some, 1)[:, :n] for some in zip(*found))
-
-
 def run_double(part, x: torch.Tensor) -> torch.Tensor:
     """Run an activation in float64, and round to the type of its input."""
     return type(part).forward(part, x.double()).to(x.dtype)
-
-
-def widen(head, args: tuple, logits: torch.Tensor) -> torch.Tensor:
-    """Let the model cap its logits in float64. This is a hook of the LM head."""
-    return logits.double()
-
-
-def narrow(model, args: tuple, output):
-    """Round the capped logits to the model's type. This is a hook of the model."""
-    output.logits = output.logits.to(model.dtype)
-    return output
 
 
 def change_layer(part: torch.nn.Module, alike: dict) -> None:
@@ -172,8 +152,6 @@ def change_layer(part: torch.nn.Module, alike: dict) -> None:
         part.forward = partial(run_alone, part)
     elif isinstance(part, (torch.nn.Linear, Conv1D)) or "Norm" in kind.__name__ and not inner:
         part.forward = partial(run_rows, part, alike.setdefault((kind, shape), {}))
-    elif "Rotary" in kind.__name__:
-        part.forward = partial(run_positions, part)
     elif kind in ACTIVATIONS:
         part.forward = partial(run_double, part)
 
@@ -196,9 +174,6 @@ def make_invariant(model, run_as: type[CachedLM] = CachedLM):
     alike = {}
     for part in model.modules():
         change_layer(part, alike)
-    if getattr(config, "final_logit_softcapping", None):
-        model.get_output_embeddings().register_forward_hook(widen)
-        model.register_forward_hook(narrow)
     after = model(input_ids=ids, use_cache=False).logits.float()
     error = (after - before).abs().mean() / before.abs().mean()
     if not error < (1e-3 if model.dtype == torch.float32 else 0.1):

@@ -7,12 +7,11 @@ import random
 import pytest
 import torch
 from torch.nn import SiLU
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import families
 from cli.run import kind_for
 from common import CachedLM, InputError, autoregressive
-from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED, SHAPE,
+from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED,
                       tiny)
 from fake_cuda import FakeCuda
 from helpers import tokens_of
@@ -20,7 +19,7 @@ from methods import METHODS, chunks_of
 from support import invariant, packed
 from support.engine import EngineLM
 from support.graphs import GraphedLM
-from support.invariant import SIZE, make_invariant, prove, run_double, run_positions
+from support.invariant import SIZE, make_invariant, prove, run_double
 from support.packed import is_packed, list_types, pack
 
 EVERY = [*FAMILIES, *MORE_FAMILIES, *OTHERS, *SCALED, *LOOKUPS]
@@ -38,13 +37,13 @@ def test_an_activation_does_not_depend_on_a_numbers_place():
     assert torch.equal(run_double(layer, x), torch.cat(alone))
 
 
-def test_angles_do_not_depend_on_a_positions_place():
-    config = FAMILIES["llama"]
-    layer, x = LlamaRotaryEmbedding(type(config)(**SHAPE | dict(head_dim=2))), torch.zeros(1)
-    places = torch.arange(100, 200)[None]
-    alone = [run_positions(layer, x, place[None, None]) for place in places[0]]
-    for whole, some in zip(run_positions(layer, x, places), zip(*alone)):
-        assert torch.equal(whole, torch.cat(some, 1))
+def test_experts_get_one_row():
+    """Elsewhere a kernel may be chosen by the number of rows that an expert gets."""
+    model, rows = make_invariant(tiny("qwen3-moe")), []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    EngineLM(model).forward([1, 2, 3])
+    assert rows == [1, 1, 1]
 
 
 def test_a_model_whose_rows_depend_on_others_is_refused():
