@@ -55,7 +55,8 @@ def test_no_window_hides_kept_rows_and_windows_count_places_in_the_text():
     [window] = windows_of(model).values()
     _, part = taken(model, [*range(2, 32)], [0, 1, *range(15, 30)], 2)
     part.forward([7, 9])
-    _, mask = part.layout(part.parents, 2)
+    visible, *positions = (x[None] for x in part.layout(part.parents, 2))
+    mask = attention_mask(part.windows, visible, *positions, part.weight)
     for row, place in enumerate((30, 31)):
         seen = [place - window < slot <= place for slot in range(15, 32)]
         assert (mask[0, 0, row] == 0).tolist() == [True, True, *seen]
