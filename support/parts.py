@@ -292,5 +292,5 @@ def head_for(head: torch.nn.Linear, vocab: torch.Tensor) -> torch.nn.Linear:
     """
     few = torch.nn.Linear(head.weight.shape[1], len(vocab), head.bias is not None)
     rows = {name: x[vocab] for name, x in head.state_dict().items()}
-    few.to(head.weight).load_state_dict(rows)
+    few.to(head.weight.device, head.weight.dtype).load_state_dict(rows)  # it may be packed
     return few.requires_grad_(False)

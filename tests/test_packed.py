@@ -19,7 +19,7 @@ from support.layers import share_weights, take_layers
 from support.loading import check
 from support.packed import (Blocks, PackedLinear, is_packed, list_types, pack, plain,
                             unpack)
-from support.parts import match_type
+from support.parts import head_for, match_type
 from support.released import describe_dflash, some_weights
 from survey.dflash import BlockDraft
 from survey.eagle import EagleLayer
@@ -57,6 +57,11 @@ def pays(monkeypatch) -> None:
 def every_weight(monkeypatch) -> None:
     """Let the smallest weights be packed too."""
     monkeypatch.setattr(packed, "LEAST", 0)
+
+
+def test_a_head_of_few_tokens_is_made_of_packed_weights():
+    few, vocab = torch.tensor([7, 0, 3]), plain(layer().weight)
+    assert torch.equal(head_for(pack(layer()), few).weight, vocab[few])
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -22,7 +22,7 @@ from training.settings import OPTIONS
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 860, "models": 930, "results": 362, "tests": 8135,
+LIMITS = {"root": 1160, "cli": 860, "models": 930, "results": 362, "tests": 8139,
           "hybrid support survey training": 4770}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
