@@ -112,7 +112,7 @@ class EngineLM(RecurrentLM):
 
     features         [n, d], what the LM head read of the rows of the last call, or what `taps`
                      says. After `start`: of all tokens of the text
-    known            the features of the context's tokens, in a buffer that grows when it is full
+    whole            the features of the context's tokens, in a buffer that grows when it is full
     taps             numbers of layers, whose inputs are the features, as `start` is given them.
                      None: the features are what the LM head read
     passes           for each pass its rows, how many of them the LM head read, and its seconds
@@ -129,7 +129,7 @@ class EngineLM(RecurrentLM):
         super().__init__(model, vocab)
         self.taps, self.passes, self.setup_seconds = None, [], 0.0
         self.memo, self.dtype = {}, self.weight.dtype
-        self.known, self.fed = None, []  # fed: the features of each pass since the last commit
+        self.whole, self.fed = None, []  # fed: the features of each pass since the last commit
 
     def start(self, ids: list[int], taps: list[int] | None = None) -> None:
         """Cache a context as CachedLM does, and keep the features of all its tokens."""
@@ -138,9 +138,9 @@ class EngineLM(RecurrentLM):
         alike = [old == new for old, new in zip(self.text[:self.length], ids)]
         kept = [*alike, False].index(False) if self.keeps and taps == self.taps else 0
         if kept == 0:
-            self.taps, self.known = taps, None
+            self.taps, self.whole = taps, None
         super().start(ids, kept)
-        self.features = self.weight[:0] if self.known is None else self.known[:len(ids)]
+        self.features = self.weight[:0] if self.whole is None else self.whole[:len(ids)]
 
     def forward(self, ids, parents: list[int] | None = None, **options) -> torch.Tensor:
         if not self.parents:
@@ -159,11 +159,11 @@ class EngineLM(RecurrentLM):
         super().commit(path)
         if path:
             rows = torch.cat(self.fed)[list(path)]
-            known = rows[:0] if self.known is None else self.known
+            known = rows[:0] if self.whole is None else self.whole
             if self.length > len(known):
                 known = F.pad(known, (0, 0, 0, self.length))  # as many more rows as the text has
             known[first:self.length] = rows
-            self.known = known
+            self.whole = known
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         seen = []

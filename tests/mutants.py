@@ -57,7 +57,7 @@ MUTANTS = {
         ("draft.vocab = target.vocab", "draft.vocab = draft.full_vocab = target.vocab",
          "a draft remembers the smallest of its targets")],
     "support/engine.py": [
-        ("self.taps, self.known = taps, None", "self.taps, self.known = taps or self.taps, None",
+        ("self.taps, self.whole = taps, None", "self.taps, self.whole = taps or self.taps, None",
          "a method reads the features of an earlier one"),
         ("known[first:self.length] = rows", "known[:len(rows)] = rows",
          "features of a long prompt are those of its last part"),

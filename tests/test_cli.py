@@ -362,7 +362,7 @@ jacobi --temperature nan
 jacobi --top-k -1
 jacobi --top-p 1e-46
 speculative --device cuda:99
-speculative --chat
+speculative --prompt text --chat
 speculative --chat enable_thinking=false
 speculative --draft a --draft b
 mjsd --method mjgd --temperature 1
