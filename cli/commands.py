@@ -10,7 +10,7 @@ from inspect import signature
 
 from cli.main import Table, perform, run_script
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
-                          select_options)
+                         select_options)
 from cli.prompts import encode_data, read_pairs
 from support.engine import require
 from support.files import check_result

@@ -135,8 +135,10 @@ class EngineLM(RecurrentLM):
         """Cache a context as CachedLM does, and keep the features of all its tokens."""
         if self.model.training or self.weight.dtype != self.dtype:
             raise InputError(f"expected a model in eval mode, and still in {self.dtype}")
-        alike = [old == new for old, new in zip(self.text[:self.length], ids)]
-        kept = [*alike, False].index(False) if self.keeps and taps == self.taps else 0
+        kept = 0
+        if self.keeps and taps == self.taps:
+            alike = [old == new for old, new in zip(self.text[:self.length], ids)]
+            kept = [*alike, False].index(False)
         if kept == 0:
             self.taps, self.whole = taps, None
         super().start(ids, kept)
@@ -157,7 +159,9 @@ class EngineLM(RecurrentLM):
     def commit(self, path: list[int]) -> None:
         first = self.length
         super().commit(path)
-        if path:
+        # Rounds need no features of the whole text, unless the next text may begin with it. A pass
+        # that gave no logits is one of `start`.
+        if path and (self.keeps or not self.places):
             rows = torch.cat(self.fed)[list(path)]
             known = rows[:0] if self.whole is None else self.whole
             if self.length > len(known):
