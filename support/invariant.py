@@ -34,6 +34,7 @@ from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from common import CachedLM, InputError, ancestor_mask
+from support.packed import plain
 from support.recurrent import has_states
 
 SIZE = 16  # rows of the calls whose bits count
@@ -118,13 +119,34 @@ def find_size(part, rows: torch.Tensor) -> int:
     The rows that are tried are equal, so all of them must give the same bits. A kernel's order of
     summing depends on shapes, and not on numbers, so this holds for all rows.
     """
-    rng, n = torch.Generator().manual_seed(0), len(rows)
-    row = torch.randn(1, rows.shape[1], generator=rng).to(rows)
+    n, row = len(rows), find_row(part, rows[0])
 
     def run(size: int) -> torch.Tensor:
         return type(part).forward(part, row.expand(size, -1).contiguous())
     right, tried = run(SIZE)[0], (n, n + -n % 4, n + -n % SIZE)
     return next((size for size in tried if (run(size) == right).all()), SIZE)
+
+
+def find_row(part, like: torch.Tensor) -> torch.Tensor:
+    """Make the row [d] that shows best in which order a layer sums: in the type and place of like.
+
+    In half precision a sum of random numbers hides it nearly always. So the products of the first
+    outputs cancel here, up to the rounding of what cancels them: the bits that are left change with
+    the order.
+    """
+    d, rng = len(like), torch.Generator().manual_seed(0)
+    row = torch.randn(d, generator=rng).to(like)
+    if not isinstance(part, (torch.nn.Linear, Conv1D)):
+        return row
+    weight = plain(part.weight)
+    weight = (weight.T if isinstance(part, Conv1D) else weight)[:min(8, d // 4)].double()
+    k = len(weight)
+    places = torch.randperm(d, generator=rng)[:3 * k].to(like.device)
+    row[places] = 0
+    for some in places.split(k):  # each k cancel the rounding of those before them
+        left = weight @ row.double() + (0 if part.bias is None else part.bias[:k])
+        row[some] = -(torch.linalg.pinv(weight[:, some], rtol=1e-4) @ left).to(like)
+    return row
 
 
 def run_alone(part, x: torch.Tensor):
