@@ -37,8 +37,8 @@ ROWS = 8  # oneDNN chooses the size of its blocks for calls of so many rows
 SOME = 8  # so many layers of a size are timed. Together they do not fit into a core's cache
 # What can be asked of a weight in blocks, since no numbers are needed for an answer
 READS = {*"""__len__ device dim dtype element_size grad grad_fn is_complex is_cpu is_cuda
-is_floating_point is_inference is_meta is_mkldnn layout ndim nelement numel requires_grad
-requires_grad_ shape size""".split()}
+is_floating_point is_inference is_leaf is_meta is_mkldnn is_quantized is_sparse itemsize layout
+nbytes ndim nelement numel requires_grad requires_grad_ shape size""".split()}
 
 
 class Blocks(Parameter):

@@ -355,3 +355,11 @@ def test_what_is_made_of_a_packed_model(every_weight):
     ids = torch.tensor([[5, 6, 7]])
     with torch.inference_mode():
         assert torch.allclose(tuned[0](ids).logits, tuned[1](ids).logits, atol=1e-4)
+
+
+def test_sizes_of_packed_weights(every_weight):
+    """transformers asks for them, and so does the bench."""
+    plain, model = tiny("llama"), pack(tiny("llama"))
+    assert is_packed(model)
+    for ask in lambda x: x.nbytes, lambda x: x.itemsize * x.numel(), lambda x: x.is_leaf:
+        assert [*map(ask, model.parameters())] == [*map(ask, plain.parameters())]
