@@ -26,8 +26,8 @@ y(1), which is wrong from its third token on:
     y(2)   root  a1  a2  z3
     y*     root  a1  a2  a3         D compares what follows a2 with what follows x2
 
-Up to a1 teacher and student are the same nodes, and D is 0 there. What follows x3 is beyond the
-block, where Eq. 4 has no term. So x3 is left out. Only the last token of y(2) is wrong,
+Up to a1 teacher and student are the same nodes, and D is 0 there. Eq. 4 has no term for the token
+after x3, which lies beyond the block, so x3 is left out. Only the last token of y(2) is wrong,
 so y(2) adds nothing to the loss. One tree holds an answer and states of all its blocks, so one
 forward pass reads them all. A pass for each state would read the same tokens again and again.
 

@@ -53,7 +53,7 @@ The life of a prompt, with this tree. Steps 2 to 5 are a round:
 
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
 generator at a time. A lossless method writes the text of AR (`autoregressive`) as far as a call of
-many rows rounds like a call of one: always in float32, and not always in half precision.
+many rows rounds like a call of one. It does so in float32, and not always in half precision.
 
 In a method's docstring a name with a colon, as `gamma:`, is an option of the command line, too.
 
@@ -338,7 +338,7 @@ class Sampler:
 
         argmax_x  p(x) / E(x)
 
-    Why it is a sample of p: x arrives with rate p(x), whatever the others do, and of independent
+    Why it is a sample of p: x arrives with rate p(x), whatever the others do. Of independent
     exponential times the one of x is the least with probability p(x) / Σ p = p(x).
 
     Why any guesses leave it exact: p depends on the tokens before the place, and these depend on
@@ -530,7 +530,7 @@ SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 
 
 
 def parse(function, defaults: dict, argv: list[str], parents=()) -> dict:
-    """Parse the options of a command line; return {name: value}.
+    """Parse the options of a command line, and return {name: value}.
 
     function  a method or a command. Its arguments that are numbers, switches or texts are options
     defaults  further options with their defaults. None: it must be given. Keywords of the function

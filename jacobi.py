@@ -12,8 +12,8 @@ lookahead       A window of W columns of guesses stands ahead of the text. Each 
 prompt_lookup   Tokens that followed an earlier copy of the text's last token become guesses.
                 Saxena, "Prompt Lookup Decoding", 2023, which is a repository without a paper
 
-All are lossless. A guess becomes final only if it is the token that the target chooses there: the
-argmax or, above temperature 0, the sample of the seed, which no guess changes.
+All are lossless. A guess becomes final only if it is the token that the target chooses there. This
+is the argmax or, above temperature 0, the sample of the seed, which no guess changes.
 
 A block of Jacobi decoding with n = 5, where the text ends in "sat". A call is fed the last final
 token and all guesses, and gives the argmax after each of them. Tokens left of the bar are final:
@@ -41,9 +41,9 @@ root: i tokens of level 0, then one token of each later level. The letters a, b 
           └────────────────── b1 ─────── c2 ──────> d3      column 0
 
 All columns and the guesses of the pool make one trie, which a call is fed. The argmax (─>) after
-each column is its new token. One token of each level and the new one make an n-gram: a2 b3 c4 d5 in
-column 2, a1 b2 c3 d4 in column 1, and root b1 c2 d3 in column 0. Then level 0 is dropped, and the
-next root takes the place of b1. At first the window is one level of W + N - 2 = 5 tokens. While it
+each column is its new token. One token of each level and the new one make an n-gram. In column 2 it
+is a2 b3 c4 d5, in column 1 a1 b2 c3 d4, and in column 0 root b1 c2 d3. Then level 0 is dropped, and
+the next root takes the place of b1. At first the window is one level of W + N - 2 = 5 tokens. While it
 grows, each call adds a level and drops a column.
 
 Departures:

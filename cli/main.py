@@ -44,7 +44,7 @@ from support.recurrent import has_states
 
 
 class Table(NamedTuple):
-    """What the COMMAND_LINE of a method file says.
+    """Hold what the COMMAND_LINE of a method file says.
 
     methods   the file's methods. The first one is the default
     report    a function that says in a line what a run did
@@ -96,7 +96,7 @@ class Session:
 
     args    the parsed command line
     method  the method that is asked for, which decides how many drafts are loaded
-    table   what the method's file says of itself
+    table   the COMMAND_LINE of the method's file
 
     models      by the names "target", "draft", "draft 2", …, and so the tokenizers
     run_as      the kind of CachedLM that models run as

@@ -1,8 +1,8 @@
 """Reads all prompts that come in: as arguments, from standard input, and from files, as texts or as
 prompts with answers. It puts them into a chat template if there is one, and into token ids.
 
-argparse calls `read_prompts` and `read_pairs` and prints what is wrong with a file. What needs a
-model and its tokenizer raises an InputError."""
+argparse calls `read_prompts` and `read_pairs` and prints what is wrong with a file. Functions that
+need a model and its tokenizer raise an InputError."""
 import io
 import json
 import sys

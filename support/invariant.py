@@ -21,9 +21,9 @@ A row depends on others in four ways. This is what becomes of each:
 
     model = make_invariant(model)     # after `pack`, and on the device where it will run
 
-The change ends with a proof on this machine and in this type: some trees are compared with their
-paths in bits, and a model that fails is refused. So is a model with recurrent layers. Its states
-are sums over a text, which each call splits in another place.
+The change ends with a proof on this machine and in this type. It compares some trees with their
+paths in bits, and refuses a model that fails. A model with recurrent layers is refused too: its
+states are sums over a text, which each call splits in another place.
 """
 from functools import partial
 
@@ -206,7 +206,7 @@ def make_invariant(model, run_as: type[CachedLM] = CachedLM):
 
 @torch.inference_mode()
 def prove(model, run_as: type[CachedLM]) -> None:
-    """Compare trees with paths in bits. InputError if they differ.
+    """Compare trees with paths in bits. Raise an InputError if they differ.
 
     A path is fed one row a call, and so is the end of its context.
     """

@@ -1,6 +1,6 @@
 """This file loads models, and refuses what would write another text than the model's own.
 
-    load            loads a model and its tokenizer, and says what is wrong with them
+    load            gives a model and its tokenizer, or an error that says what is wrong
     check           refuses a model by numbers: a tree must give the logits of its paths
     load_checked    loads as `load` does, and tells which file is at fault where loading fails
 """

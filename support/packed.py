@@ -13,7 +13,7 @@ loops. Packing puts the numbers of a weight into such blocks, once.
 The blocks take the place of the weight, so no memory is needed twice. An LM head whose numbers are
 the embeddings too is an exception, since embeddings cannot be looked up in blocks. A write to a
 packed weight fails. After a write to the embeddings the head reads these, and its blocks are gone.
-What PyTorch does not count is not noticed: a write by NumPy, by a fused optimizer or to an address.
+PyTorch does not count a write by NumPy, by a fused optimizer or to an address, so these are missed.
 The tensors of a packed model's `state_dict` are copies.
 
 This is about speed alone. The products are the same, up to rounding. Weights on a GPU are not
@@ -35,7 +35,7 @@ OPS = torch.ops.mkldnn
 LEAST = 1 << 16  # numbers in a weight. For smaller ones a call of oneDNN costs more than it saves
 ROWS = 8  # oneDNN chooses the size of its blocks for calls of so many rows
 SOME = 8  # so many layers of a size are timed. Together they do not fit into a core's cache
-# What can be asked of a weight in blocks, since no numbers are needed for an answer
+# Attributes of a weight in blocks that can be read, since they need none of its numbers
 READS = {*"""__len__ device dim dtype element_size grad grad_fn is_complex is_cpu is_cuda
 is_floating_point is_inference is_leaf is_meta is_mkldnn is_quantized is_sparse itemsize layout
 nbytes ndim nelement numel requires_grad requires_grad_ shape size""".split()}

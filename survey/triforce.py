@@ -289,7 +289,7 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
         # The last review may have given more than γ2 tokens
         guesses = guesses[:gamma]
         draft_probs = torch.cat(guess_probs)[:gamma]  # [γ2, V]
-        # Lines 20 to 29: M_p with C_p verifies the γ2 tokens, and adds one more token: [γ2 + 1, V]
+        # Lines 20 to 29. M_p with C_p verifies the γ2 tokens, and adds one token: [γ2 + 1, V]
         target_probs = sample.probs(levels[0].score(text + guesses, gamma + 1), target.places)
         accepted, root = verify(target_probs, draft_probs, guesses, sample)
         tokens = guesses[:accepted] + [root]
