@@ -43,8 +43,8 @@ root: i tokens of level 0, then one token of each later level. The letters a, b 
 All columns and the guesses of the pool make one trie, which a call is fed. The argmax (─>) after
 each column is its new token. One token of each level and the new one make an n-gram. In column 2 it
 is a2 b3 c4 d5, in column 1 a1 b2 c3 d4, and in column 0 root b1 c2 d3. Then level 0 is dropped, and
-the next root takes the place of b1. At first the window is one level of W + N - 2 = 5 tokens. While it
-grows, each call adds a level and drops a column.
+the next root takes the place of b1. At first the window is one level of W + N - 2 = 5 tokens. While
+it grows, each call adds a level and drops a column.
 
 Departures:
 - Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
