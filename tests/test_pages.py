@@ -164,7 +164,7 @@ def test_readmes_figures_are_those_of_its_run():
     measured = {row[0]: (row[1], row[6]) for row in (
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in run.splitlines()
         if line.startswith("| ")) if len(row) > 7}
-    others = {"speculative": "speculative --gamma 6", "jacobi": "lookahead"}
+    others = {"speculative": "speculative --gamma 6"}
     readme = (ROOT / "README.md").read_text()
     for name in [name for name in FILES if "." not in name]:
         [row] = [line for line in readme.splitlines() if line.startswith(f"| `{name}.py` |")]
