@@ -35,19 +35,20 @@ is accepted, z is the next root, and the masks of a have already predicted what 
 model chooses neither a nor b after the root, its choice is the next root, and the root's masks have
 already predicted what follows it.
 
-    L_SAR = - sum_{i=k+2}^{k+M+1} log P(y_i | X, y_0 … y_k; prompt and mask tokens)     Eq. 1
+    L_SAR = - sum_{i=a+2}^{a+M+1} log P(y_i | X, y_0 … y_a; prompt and mask tokens)
+                                                             Eq. 1, with its bounds moved by one
 
-X is the prompt and y its answer. A group of masks follows the anchor y_k. This k is another one
-than --k, the number of candidates; the paper has both. SAR stands for semi-autoregressive: several
-tokens a call.
+X is the prompt and y its answer. A group of masks follows the anchor y_a. The paper writes k for a,
+and for the number of candidates, --k, too. SAR stands for semi-autoregressive: several tokens a
+call.
 
 Departures:
-- The sum of Eq. 1. Paper: it runs from k + 1 to k + M. Here: it runs from k + 2 to k + M + 1, as in
-  the released code. Why: by Section 3.2 and Fig. 4 the last real token y_k predicts y_{k+1}, and
+- The sum of Eq. 1. Paper: it runs from a + 1 to a + M. Here: it runs from a + 2 to a + M + 1, as in
+  the released code. Why: by Section 3.2 and Fig. 4 the last real token y_a predicts y_{a+1}, and
   the masks predict the tokens after it.
 - The mean. Paper: Eq. 1 is a sum. Here: it is the mean over all labels, as in the released code.
   Why: a sum grows with the number of labels.
-- Anchors. Paper: one random k of each answer, 0 < k < N - M. Here: up to --anchors random
+- Anchors. Paper: one random a of each answer, 0 < a < N - M. Here: up to --anchors random
   positions, which may be the prompt's last token. Groups near the end of an answer have fewer than
   M labels. Why: one pass over the text serves them all. The released code takes up to 64
   consecutive positions.
@@ -202,8 +203,8 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         root = chunk[-1]
         # Generation: the masks after the last accepted node predict what follows the new root.
         groups = logits[n:].view(len(owners), M, logits.shape[1])
-        # A chain has masks after the old root only. With c candidates accepted, the positions that
-        # the first c masks predict are final by now.
+        # A chain has masks after the old root only. With c candidates accepted, the first c masks
+        # predicted what is final by now (Fig. 4), and are left out.
         group = groups[0, len(path) - 1:] if tree == "chain" else groups[path[-1]]
         candidates = group.topk(min(k, group.shape[1])).indices.tolist()
         if log is not None:
@@ -233,7 +234,7 @@ class Tuning(torch.nn.Module):
         shapes = {rows.shape for pair in lm.cache.layers.values() for rows in pair}
         if len(shapes) > 1:
             raise InputError(f"expected keys and values of one size, got {type(model).__name__}")
-        [(_, heads, _, size)] = shapes
+        _, heads, _, size = shapes.pop()
         shape = len(lm.cache.layers), 2, heads, P, size
         rng = torch.Generator().manual_seed(seed)
         # Section 4.1: both begin with normal numbers of a standard deviation of 0.02.
@@ -242,7 +243,7 @@ class Tuning(torch.nn.Module):
 
 
 def some_embeddings(model) -> torch.Tensor:
-    """Take some numbers of a model's embeddings, by which a file recognises its model.
+    """Take some numbers of a model's embeddings, by which a file can tell its model from others.
 
     They are the first 64 numbers of the embeddings of tokens 0, 16, 32, … 1008, minus their mean
     over these tokens. Of a model of 16 tokens or fewer, every token counts.
@@ -368,7 +369,7 @@ def mask_logits(model, masks: torch.Tensor, prefix, ids: torch.Tensor, anchors: 
 
     with torch.no_grad():  # real tokens see nothing that is tuned
         run(ids.to(sees.device), 0, False, keep=0)
-    # The prompt tokens fill their slots only now. Before, they would have got no gradients.
+    # The prompt tokens fill their slots only now: under no_grad they would get no gradients.
     lm.cache.start = 0
     for layer, (keys, values) in enumerate(prefix):
         lm.cache.update(keys.expand(B, -1, -1, -1), values.expand(B, -1, -1, -1), layer)
@@ -424,9 +425,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
     try:
         for step in bar:
             pairs = rng.sample(data, min(batch, len(data)))
-            # The anchors y_k, at random places
-            ids, places, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
-            logits = mask_logits(model, tuning.masks, tuning.prompts, ids, places)
+            # The anchors y_a, at random positions
+            ids, chosen, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
+            logits = mask_logits(model, tuning.masks, tuning.prompts, ids, chosen)
             loss = sar_loss(logits, labels)
             adam.zero_grad()
             loss.backward()

@@ -12,11 +12,12 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
     L    = L_GC + w L_AR                                                                     Eq. 7
 
 q is the model in training. A block is the paper's n-token sequence, and x is the text before it (in
-Eq. 6 before the answer). The block's first token is called the root. The paper writes y_1 in Eq. 4,
-and y_0 in line 4 of Alg. 3, which spends a call on it. In the code it is y[0], and known from the
-block before. y is a state on the block's Jacobi trajectory. The last state is the fixed point y*,
-the greedy output of the model before training. The fixed points of all blocks make up the answer l.
-D(p || q) is the forward KL divergence, the sum of p log(p / q) over all tokens, and w is --w.
+Eq. 6 before the answer). Its first token, the root, is y_1 in Eq. 4, y_0 in line 4 of Alg. 3, which
+spends a call on it, and y[0] in the code. There it is known: it is the last token of the prompt, or
+comes from the block before. y is a state on the block's Jacobi trajectory. The last state is the
+fixed point y*, the greedy output of the model before training. The fixed points of all blocks make
+up the answer l. D(p || q) is the forward KL divergence, the sum of p log(p / q) over all tokens,
+and w is --w.
 
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
 y(1), which is wrong from its third token on:
@@ -39,17 +40,17 @@ Departures (smaller ones are in results/cllm.md):
   all blocks, and up to --states of each, but never y*, which the released code never draws either.
   Why: one pass reads all of them, and the loss of y* is 0.
 - Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means over all answers of a
-  batch, and the mean of D has only the places after a wrong token. Why: answers differ in length,
-  and D is 0 up to the first wrong token. So a --w of 10 is not quite the paper's 10.
+  batch, and the mean of D has only the places after a wrong token. Why: the released code has means
+  too. With k such places of a state and N tokens of an answer, --w is the w of Eq. 7 times N / k.
 - Blocks. Paper: they tile the answer, n tokens each (Alg. 1). Here: a block begins with a known
   token, often the last one of the block before, so it adds n - 1 or n tokens. The answer's end cuts
   the last block. Why: no call is spent only on a root, and nothing after that end is learnt.
 - The end of a block. Paper: iteration ends when a call changes nothing (Section 3.1), and Alg. 3
   when n_t = n (line 15). As printed it never ends, since i* (line 9) keeps n_t below n. Here: a
   block ends when all of its tokens are final. Why: one more call would only confirm the last one.
-- Line 9 of Alg. 3. Paper: it compares z_<i of the next state with that of the current one. Here:
-  the next state is shifted by one place, its known first token in front. Why: LLM(z) gives the
-  token after each token of z, so its i-th token is a choice for the place of z_{i+1}.
+- Line 9 of Alg. 3. Paper: z of the next state is compared place by place with the current one.
+  Here: it is first shifted by one place, and its known first token goes in front. Why: LLM(z) gives
+  the token after each token of z.
 - Table 3. Paper: fast-forwarded tokens are counted for each pass (Section 3.3), or for each n-token
   sequence (the caption). Here: for each call.
 - The first state. Paper: 𝒥 begins with y(1) in Section 3.1, and with y(0) in Alg. 1. Here: y(0) is
@@ -119,8 +120,8 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become what the target chose. If all before such a
-            # guess are right, the next call chooses it again: also a sample, since a place keeps
+            # Lines 10 and 14: each other guess becomes what the target chose after the token before
+            # it. A guess that was right is chosen again, also above temperature 0: a place keeps
             # its random numbers
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
@@ -128,53 +129,6 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             record["final"].append(final)
             yield chunk
         root = chunk[-1]  # the last final token: y[-1], or the token after it
-
-
-# ------------------------------------------------------------- Table 3: what decoding gained
-def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
-    """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
-
-    All tokens that a call makes final count as fast-forwarded. As in Table 3, these include the one
-    that would be right without any guess. A stationary token is right in some state in which a
-    token before it is wrong, and it is right in every later state.
-
-    log       what `cllm` logged, a record for each block
-    eos       token ids that end an answer. A block that has one after its root is left out
-    returns   the number of complete blocks, the fast-forwarded tokens per call, and the stationary
-              tokens per block
-    """
-    blocks = [block for block in log if block["final"][-1] >= len(block["states"][0])
-              and not eos & set(block["states"][-1][1:])]
-    calls = sum(len(block["states"]) - 1 for block in blocks)
-    gained = sum(block["final"][-1] - 1 for block in blocks)
-    stationary = 0
-    for block in blocks:
-        states = block["states"]
-        y_star = states[-1]
-        for i, token in enumerate(y_star):
-            # y(0) is random, so it counts as wrong even where it is right by chance
-            last_wrong = max(j for j, y in enumerate(states) if j == 0 or y[i] != token)
-            stationary += any(y[:i] != y_star[:i] for y in states[last_wrong + 1:])
-    return len(blocks), gained / max(calls, 1), stationary / max(len(blocks), 1)
-
-
-def profile(model, tokenizer, prompts: list[list[int]], *, n: int = 16,
-            max_new_tokens: int = 128) -> None:
-    """Count what Jacobi decoding gains with a model. Table 3. Run it with the model before training
-    and with the trained one.
-
-    n: tokens of a block, its root included, 2 or more
-    max_new_tokens: the most tokens of an answer
-    """
-    target = CachedLM(model)
-    eos = eos_ids(model, tokenizer)
-    log = []
-    for prompt in tqdm(prompts, "profile"):
-        limit = min(max_new_tokens, target.max_length - len(prompt))
-        list(until(cllm(target, prompt, n=n, log=log), limit, eos))
-    blocks, per_call, per_block = profile_of(log, eos)
-    print("| model | complete blocks | n | fast-forwarded | stationary |\n" + 5 * "| --- " + "|")
-    print(f"| {model.name_or_path} | {blocks} | {n} | {per_call:.2f} | {per_block:.2f} |")
 
 
 # ----------------------------------------------------------------- Alg. 1: the trajectories
@@ -272,7 +226,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
 
 # ------------------------------------------------------------------------- Alg. 2: the training
 def draw_states(example: dict, most: int, rng: random.Random) -> list[tuple[int, list[int]]]:
-    """Draw up to `most` of the states before y* from each block of an example, equally likely.
+    """Draw up to `most` states before y* from each block of an example, all equally likely.
 
     example   {"prompt", "answer", "blocks"}, a line that `collect` wrote
     returns   for each state a pair (start, y), its root's place in prompt + answer and its tokens
@@ -351,7 +305,7 @@ def losses(model, examples: list[dict], drawn: list[list]) -> tuple[torch.Tensor
 
 
 def save(model, tokenizer, out: Path) -> None:
-    """Save a model in bfloat16, beside its place first, so that OUT never has half a model."""
+    """Save a model in bfloat16: in OUT.new first, so that OUT never has half a model."""
     eos = sorted(eos_ids(model, tokenizer))
     # The old generation settings, such as a temperature, can make `save_pretrained` fail
     model.generation_config = GenerationConfig(eos_token_id=eos or None)
@@ -369,7 +323,7 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 10
 
     data: file of trajectories, made by `python cllm.py collect`
     out: model directory to make, in bfloat16
-    lr: learning rate, about the peak after the warm-up, above 0. With 10M parameters 5e-4 worked
+    lr: learning rate, above 0. The warm-up rises nearly to it. With 10M parameters 5e-4 worked
         well. The released script for 7B parameters has 2e-5
     steps: updates of the parameters, 1 or more
     batch: answers of a step, 1 or more. Fewer of them take less memory
@@ -398,10 +352,10 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 10
     try:
         for _ in bar:
             # Alg. 2: sample prompts x, Jacobi trajectories J and full responses l
-            some = rng.sample(examples, min(batch, len(examples)))
+            sampled = rng.sample(examples, min(batch, len(examples)))
             # Alg. 2: sample states y from each J
-            drawn = [draw_states(example, states, rng) for example in some]
-            consistency, ar = losses(model, some, drawn)  # Alg. 2: Eqs. 4 and 6
+            drawn = [draw_states(example, states, rng) for example in sampled]
+            consistency, ar = losses(model, sampled, drawn)  # Alg. 2: Eqs. 4 and 6
             loss = consistency + w * ar  # Eq. 7
             if not loss.isfinite():
                 raise InputError(f"--lr must be below {lr}: the loss is {loss.item()}")
@@ -417,6 +371,53 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 10
         print(f"stopped after {bar.n} of {steps} steps; {out} has the model", file=sys.stderr)
         raise
     save(model, tokenizer, out)
+
+
+# ------------------------------------------------------------- Table 3: what decoding gained
+def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float, float]:
+    """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
+
+    All tokens that a call makes final count as fast-forwarded. As in Table 3, these include the one
+    that would be right without any guess. A stationary token is right in some state in which a
+    token before it is wrong, and it is right in every later state.
+
+    log       what `cllm` logged, a record for each block
+    eos       token ids that end an answer. A block that has one after its root is left out
+    returns   the number of complete blocks, the fast-forwarded tokens per call, and the stationary
+              tokens per block
+    """
+    blocks = [block for block in log if block["final"][-1] >= len(block["states"][0])
+              and not eos & set(block["states"][-1][1:])]
+    calls = sum(len(block["states"]) - 1 for block in blocks)
+    gained = sum(block["final"][-1] - 1 for block in blocks)
+    stationary = 0
+    for block in blocks:
+        states = block["states"]
+        y_star = states[-1]
+        for i, token in enumerate(y_star):
+            # y(0) is random, so it counts as wrong even where it is right by chance
+            last_wrong = max(j for j, y in enumerate(states) if j == 0 or y[i] != token)
+            stationary += any(y[:i] != y_star[:i] for y in states[last_wrong + 1:])
+    return len(blocks), gained / max(calls, 1), stationary / max(len(blocks), 1)
+
+
+def profile(model, tokenizer, prompts: list[list[int]], *, n: int = 16,
+            max_new_tokens: int = 128) -> None:
+    """Count what Jacobi decoding gains with a model. Table 3. Run it with the model before training
+    and with the trained one.
+
+    n: tokens of a block, its root included, 2 or more
+    max_new_tokens: the most tokens of an answer
+    """
+    target = CachedLM(model)
+    eos = eos_ids(model, tokenizer)
+    log = []
+    for prompt in tqdm(prompts, "profile"):
+        limit = min(max_new_tokens, target.max_length - len(prompt))
+        list(until(cllm(target, prompt, n=n, log=log), limit, eos))
+    blocks, per_call, per_block = profile_of(log, eos)
+    print("| model | complete blocks | n | fast-forwarded | stationary |\n" + 5 * "| --- " + "|")
+    print(f"| {model.name_or_path} | {blocks} | {n} | {per_call:.2f} | {per_block:.2f} |")
 
 
 # --------------------------------------------------------------------------- the command line

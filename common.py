@@ -52,13 +52,13 @@ The life of a prompt, with this tree. Steps 2 to 5 are a round:
                  the root of the next round.
 
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
-generator at a time. A lossless method writes the text of AR (`autoregressive`) as far as a call of
-many rows rounds like a call of one. It does so in float32, and not always in half precision.
+generator at a time. A lossless method writes the text of AR (`autoregressive`), apart from near
+ties: a call of many rows may round otherwise than a call of one, mostly in half precision.
 
 In a method's docstring a name with a colon, as `gamma:`, is an option of the command line, too.
 
-Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … Each of their layers attends to all tokens
-before it, or to a window of the newest. `load` refuses other attention, and CachedLM other layers.
+Which models: Llama, Qwen, Mistral, Gemma, Phi, GPT-2, … In each of their layers a row sees all rows
+before it, or a window of the newest. `load` refuses other attention, and CachedLM other layers.
 Left out: batches, encoder-decoder models, and layers with a state (support/recurrent.py).
 """
 import argparse
@@ -136,8 +136,7 @@ def windows_of(model) -> dict[str, int | None]:
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    # A checkpoint may list a window that its family ignores. If a default config of the family has
-    # no such field, the family ignores it.
+    # A window in a checkpoint counts only if the family's default config has such a field.
     known = window and hasattr(type(config)(), "sliding_window")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return {kind: window if known and kind == "sliding_attention" else None for kind in kinds}
@@ -177,7 +176,7 @@ class KVCache:
         end = self.start + keys.shape[2]
         for i, new in enumerate((keys, values)):
             if end > buffers[i].shape[2]:
-                buffers[i] = F.pad(buffers[i], (0, 0, 0, end))  # `end` more slots
+                buffers[i] = F.pad(buffers[i], (0, 0, 0, end))  # `end` more: copies are rare
             buffers[i][:, :, self.start:end] = new
         return [buffer[:, :, :end] for buffer in buffers]
 
@@ -190,7 +189,7 @@ class KVCache:
             return  # they are in place already
         rows = first + torch.tensor(path)
         for buffer in [x for buffers in self.layers.values() for x in buffers]:
-            rows = rows.to(buffer.device)  # one copy, as long as all layers share a device
+            rows = rows.to(buffer.device)  # copied once if all layers share a device
             buffer[:, :, first:first + len(path)] = buffer[:, :, rows]
 
 
@@ -231,7 +230,7 @@ class CachedLM:
         self.length, self.parents, self.calls, self.places = 0, [], 0, []
 
     def start(self, ids: list[int], kept: int = 0) -> None:
-        """Forget the old text, and cache all of ids: a prompt without its last token, the root.
+        """Forget the old text, and cache ids: a prompt without its last token, which is the root.
 
         kept   how many of the first ids the cache holds already, from the old text
         """
@@ -280,14 +279,14 @@ class CachedLM:
         ancestors = ancestor_mask(parents)
         # The position of a node is how many tokens come before it: those of the context and its
         # ancestors. `ancestors` counts the node too, so 1 is taken off. A guess beyond max_length
-        # gets the last position. It does not get into the answer, whose limit comes before it.
+        # gets the last position. It is never part of the answer, which ends before it.
         pending = (self.length - 1 + ancestors.sum(-1)).clamp(max=self.max_length - 1)
         # A node sees the whole context, its ancestors and itself, apart from windows.
         visible = F.pad(ancestors[-n:], (self.length, 0), value=True)
         return visible, pending[-n:], torch.cat([torch.arange(self.length), pending])
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
-        """Run the model once, on the cache as it is; return logits [1, keep, V]."""
+        """Run the model once, on the cache as it is; return logits [B, keep, V]."""
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         if inputs.ndim > 2 and hasattr(self.model.get_decoder(), "embed_tokens_per_layer"):
             raise InputError(f"expected layers fed by embeddings, got {type(self.model).__name__}")
@@ -369,7 +368,7 @@ class Sampler:
     def draw_times(self, place: int, V: int, device) -> torch.Tensor:
         """Draw the E [V] of a place, by the CPU, so that all devices have the same numbers."""
         # Numbers of float32 have steps of 2⁻²⁴ near 1, and would favour some of the rare tokens.
-        # A hash mixes seed and place. The remainder is never negative: hash(-1) equals hash(-2).
+        # A hash mixes seed and place. The remainder keeps seeds -1 and -2 apart, of one hash.
         rng = torch.Generator().manual_seed(hash((self.seed % (2 ** 61 - 1), place)) % 2 ** 63)
         u = torch.rand(V, dtype=torch.float64, generator=rng).clamp_(min=1e-300)
         return -u.log_().float().to(device)
@@ -388,7 +387,7 @@ class Sampler:
 
     @property
     def fixed(self) -> bool:
-        """Tell whether model and seed alone fixed the tokens so far: no rule drew a coin yet."""
+        """Tell whether the tokens so far depend on model and seed only: no rule drew a coin."""
         return self.sure or not self.rngs
 
     def uniform(self, shape, device) -> torch.Tensor:
@@ -533,8 +532,8 @@ def parse(function, defaults: dict, argv: list[str], parents=()) -> dict:
     """Parse the options of a command line, and return {name: value}.
 
     function  a method or a command. Its arguments that are numbers, switches or texts are options
-    defaults  further options with their defaults. None: it must be given. Keywords of the function
-              that are options have their own
+    defaults  further options with their defaults, None if required. The function's own options have
+              theirs
     parents   parsers of argparse, whose options are listed too
     """
     parser = argparse.ArgumentParser(
@@ -576,9 +575,9 @@ def call(command, argv: list[str]) -> None:
     model, tokenizer = load(*(args.pop(name) for name in ("target", "device", "dtype")))
     chat = args.pop("chat")
     if reads:
-        lines = Path(args["prompts"]).read_text(encoding="utf-8").split("\n")
+        lines = Path(args["prompts"]).read_text(encoding="utf-8-sig").split("\n")
         rows = [json.loads(x) if x[:1] == "{" else {"prompt": x} for x in lines if x.strip()]
-        if not all("prompt" in row for row in rows):
+        if not rows or not all(isinstance(row.get("prompt"), str) for row in rows):
             raise InputError(f'expected a "prompt" on each line, got {args["prompts"]}')
         args["prompts"] = [encode(tokenizer, [row["prompt"]], chat) for row in rows]
     command(model, tokenizer, **args)
@@ -588,8 +587,8 @@ def answer(method, lms: list[CachedLM], tokenizer, prompt: list[int], args: dict
     """Decode a prompt, and print the text as it comes.
 
     args     what a command line said, with "eos", "sample" and "limit"
-    returns  the tokens of the answer, and how many of them a second gave. Its time is that of the
-             prompt, of what the method loads, and of all rounds
+    returns  the tokens of the answer, and how many of them a second gave. The time counts the
+             prompt, what the method loads and all rounds
     """
     options = {name: x for name, x in args.items() if name in method.__kwdefaults__}
     calls, ids, text, seconds, began = lms[0].calls, [], "", 0.0, time.perf_counter()
@@ -628,7 +627,7 @@ def decode(method, lossy: bool, target: str, argv: list[str], parser, shared: di
         room = min(lm.max_length for lm in lms) - len(prompt)
         args["limit"] = min(args["max_new_tokens"], room)
         if args["limit"] < 1:
-            raise InputError(f"expected room for 1 new token or more, got {args['limit']}")
+            raise InputError(f"expected 1 new token or more, got {args['limit']} (room: {room})")
         ours, fast = answer(method, lms, tokenizer, prompt, args)
         messages.append(tokenizer.decode(ours, skip_special_tokens=True))
         if args["compare"]:

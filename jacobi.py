@@ -47,24 +47,25 @@ the next root takes the place of b1. At first the window is one level of W + N -
 it grows, each call adds a level and drops a column.
 
 Departures:
-- Jacobi's blocks. Paper: a block is n new tokens, and ends when a call changes nothing (CLLM,
-  Section 3.1). Santilli's code begins with padding tokens. Here: a block is the root and random
-  tokens of the prompt. It ends when its last token is final, and adds n - 1 tokens, or n if the one
-  after it is final too. Why: our prefill gives no logits, so y_0 would cost a call, as would
-  confirming the end. Alg. 3 as printed never ends, since its i* keeps n_t below n.
-- The first guesses. CLLM: they come from x, which grows with the answer. Here: from the prompt.
-  Why: the loop need not keep the text.
-- Sampling. Paper: Santilli and CLLM are greedy. Fu's Alg. 4 tries the guesses of a position one
-  after the other, without a tree. Here: n-grams with equal beginnings share nodes, and one sample
-  after each node is compared with the guesses. Why: the distribution is the same, with fewer rows,
-  and each node needs one draw.
-- One tree. Paper: only the n-grams of the pool are verified, in rows apart from the window's. Here:
-  the window is verified too. Why: one trie is simpler, and rows that both need are computed once.
-- The window. Released code, when sampling: it may move by all tokens that a call adds
+- Jacobi, blocks. CLLM: a block is n new tokens, and ends when a call changes nothing (Section 3.1).
+  Alg. 3 as printed never ends, since its i* keeps n_t below n. Here: a block is the root and n - 1
+  random tokens of the prompt. It ends when its last token is final, and adds n - 1 or n tokens.
+  Why: our prefill gives no logits, so y_0 would cost a call, as would confirming the end.
+- Jacobi, first guesses. CLLM: they come from x, which grows with the answer. Santilli's code begins
+  with padding. Here: they come from the prompt. Why: the loop need not keep the text.
+- Jacobi, sampling. CLLM and Santilli are greedy. Here: above temperature 0 too.
+- Lookahead, sampling. Fu: Alg. 4 tries the guesses of a position one after the other, without a
+  tree. Here: n-grams with equal beginnings share nodes, and one sample after each node is compared
+  with the guesses. Why: the distribution is the same, with fewer rows, and each node needs one
+  draw.
+- Lookahead, one tree. Fu: only the n-grams of the pool are verified, in rows apart from the
+  window's. Here: the window is verified too. Why: one trie is simpler, and rows that both need are
+  computed once.
+- Lookahead, the window. Released code, when sampling: it may move by all tokens that a call adds
   (ALWAYS_FWD_ONE = 0), and random tokens of the prompt replace an EOS in the newest level. Here: it
-  moves by one position a call, and an EOS stays. So a token comes to stand for a later position
-  than it was computed for, by one for each accepted guess. Why: n-grams are only guesses.
-- Lookahead's pool. Released code: it has the window's n-grams, and the text's only with
+  moves by one position a call, and an EOS stays. So after an accepted guess its tokens stand one
+  position later than they were computed for. Why: n-grams are only guesses.
+- Lookahead, the pool. Released code: it has the window's n-grams, and the text's only with
   POOL_FROM_PROMPT. It holds at most GUESS_SET_SIZE n-grams of a first token, and is read once the
   window is full. Here: it has both unless `prompt_ngrams` is off, holds all of them, and is read
   from the first call. An n-gram that comes again counts as the newest. Why: answers repeat the
@@ -146,8 +147,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: the other guesses become what the target chose. If all before such a
-            # guess are right, the next call chooses it again: also a sample, since a place keeps
+            # Lines 10 and 14: each other guess becomes what the target chose after the token before
+            # it. A guess that was right is chosen again, also above temperature 0: a place keeps
             # its random numbers
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
@@ -223,7 +224,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         logits = target.forward(ids, parents)  # [nodes, V]
         path, chunk = walk(ids, parents, sample(logits, target.places))
         target.commit(path)
-        # The argmaxes after the columns are the window's new level
+        # The last node of each column. The argmaxes after them are the window's new level
         ends = [nodes[-1] for nodes in paths[len(guesses):]]
         levels, ngrams = move_window(levels, greedy(logits[ends]), N)
         for ngram in ngrams:

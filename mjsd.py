@@ -37,8 +37,8 @@ Departures:
 - Temperature 0. Paper: Alg. 1 samples beams and tokens, with top-20 and top-p 0.9 (App. D). Here: a
   beam continues with the likeliest tokens, and the target adds its argmax. p and q are not warped,
   as in the paper's equations. Why: temperature 0 would warp them to 0 or 1, so that the test would
-  accept only the target's own text. Above temperature 0 the sampler warps p and q. It keeps all
-  tokens unless told otherwise.
+  accept only the target's own text. Above temperature 0 the sampler warps p and q. The papers'
+  top-20 and top-p 0.9 are --top-k 20 --top-p 0.9.
 - End of an answer. Paper: a beam has γ tokens. Here: an EOS ends a beam, which keeps its joint
   probability and competes with longer beams. Why: tokens after an EOS must not count for or against
   a beam. This favours short answers a little.
@@ -119,18 +119,18 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
         x = best.tokens
         log_q = best.logps  # log_q[i] is the draft's joint log-probability of x_1 … x_i
         logits = target.forward([text[-1], *x])  # line 4
-        log_P = log_probs(logits, sample)  # [len(x) + 1, V]; row i - 1 is the target's for x_i
+        rows = log_probs(logits, sample)  # [len(x) + 1, V]; row i - 1 judges x_i
         # The paper prints η ← -1 and η ← j. The text of Section 3.2 shows that 0 and i are meant.
         log_p = 0.0  # line 6
         eta = 0
         for i, j in enumerate(x, 1):  # lines 7 and 8
-            log_p += log_P[i - 1, j].item()  # line 9
+            log_p += rows[i - 1, j].item()  # line 9
             # Line 10: min(1, p / q) > τ. Nan never passes.
             if math.exp(min(log_p - log_q[i], 0.0)) > tau:
                 eta = i  # line 11: the longest accepted prefix so far
         [t] = sample(logits[eta:eta + 1], target.places[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
-        # The draft has not been fed t, and perhaps not x_η.
+        # The draft was not fed t, nor x_η if x_η ended the beam.
         draft.commit(best.nodes[:len(unseen) + eta])
         chunk = [*x[:eta], t]
         text += chunk
@@ -159,8 +159,8 @@ class Beam:
     tokens   the tokens
     logps    logps[i] is the joint log-probability of the first i tokens, in nats. The last item is
              that of the whole beam
-    nodes    the pending nodes of the tokens that the search fed first, and then those of `tokens`.
-             The newest token has none until the search feeds it
+    nodes    the pending nodes of `unseen`, then of `tokens`. The newest token gets its node when
+             the search feeds it
     ended    whether the last token is an EOS, so that the beam grows no more
     """
     tokens: list[int]
@@ -182,9 +182,9 @@ def propose_children(logits: torch.Tensor, width: int,
     logp = log_probs(logits, sample)
     score = logp
     if sample.temperature > 0:
-        # The first k of the race of Sampler, of log(p / E), are k draws without replacement. This
-        # is also called the Gumbel trick.
-        E = -sample.uniform(logp.shape, logp.device).clamp(min=1e-30).log()
+        # The k largest log(p / E), as in Sampler's race, are k draws without replacement (the
+        # Gumbel top-k trick).
+        E = -sample.uniform(logp.shape, logp.device).clamp(min=1e-300).log()
         score = logp - E.log()
     tokens = score.topk(min(width, logp.shape[-1])).indices  # [n, width]
     rows = zip(tokens.tolist(), logp.gather(-1, tokens).tolist())

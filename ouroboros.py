@@ -26,7 +26,7 @@ and the text ends in "sat":
 
 The target chose "slept" after "and", so "then" is rejected. It chose "and" after "mat", so "by" is
 rejected, and … is what it chose after "by". All of d was accepted. If tokens of d had been
-discarded, they would make phrases too. Above temperature 0 phrases have argmaxes, not choices.
+discarded, they could make phrases too. Above temperature 0 phrases have argmaxes, not choices.
 
 There are four mechanisms. Table 4 of the paper shows what each of them brings.
     phrases       Section 3.1: the draft decodes by lookahead, and guesses the phrases it has made
@@ -43,8 +43,8 @@ Departures:
   and unused suffixes are corrected after a full acceptance. Here: any discarded token, even the
   rejected one, may begin a phrase, whose last token is the target's choice (see `phrases_of`). All
   suffixes are corrected in every round. Why: the loop `ouroboros` of the released code
-  (github.com/thunlp/Ouroboros) makes such phrases. It means to correct suffixes after a rejection
-  too. But a bound of its loop is the number of suffixes and not their length, so it corrects none.
+  (github.com/thunlp/Ouroboros) makes such phrases. After a rejection it corrects no suffix, though
+  it tries to, since the bound of that loop is 0.
 - Eq. 8. Paper: it is printed for the suffixes 2 … K. Here: all K are verified, as Eq. 9 needs.
 - Sampling. Paper: phrases of verification have tokens that are drawn from the target. Here: they
   have its argmaxes. Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
@@ -147,9 +147,8 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
         ids, parents, paths = trie(text[-1], [d, *(d + list(phrase[1:]) for phrase in tried)])
         # Eq. 2 and 8: compute in one call what the target chooses after every node.
         logits = target.forward(ids, parents)  # [nodes, V]
-        best = greedy(logits)  # argmaxes, for the phrases of verification (Departures, Sampling)
-        # v of Eq. 2 and 8. At temperature 0 it equals `best`
-        chosen = sample(logits, target.places)
+        best = greedy(logits)  # argmaxes: what phrases are made of (Departures, Sampling)
+        chosen = sample(logits, target.places)  # v of Eq. 2 and 8; at temperature 0 equal to `best`
         # Eq. 3 and 9: find the longest path that the target chooses, in d and then in one suffix.
         path, chunk = walk(ids, parents, chosen)
         target.commit(path)
@@ -174,14 +173,14 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
 # -------------------------------------------------- Section 3.3: phrases from the verification
 def correct_suffixes(d: list[int], best: list[int],
                      paths: list[list[int]]) -> list[tuple[int, ...]]:
-    """Replace the tokens of suffixes by the target's choices: p_1 … p_β becomes p_1 v_2 … v_β.
+    """Replace the tokens of suffixes by the target's argmaxes: p_1 … p_β becomes p_1 v_2 … v_β.
 
     d         the drafted tokens. The last one is p_1, and its node is len(d)
     best      for each node of the tree the target's argmax after it
     paths     for each suffix the nodes of the root, of d and of p_2 … p_β, the newest phrase first
     returns   the corrected phrases, the newest last
 
-    The choice v_i is the argmax after p_(i-1). So the argmax after p_β is not needed.
+    Here v_i is the argmax after p_(i-1). So the argmax after p_β is not needed.
     """
     return [(d[-1], *(best[node] for node in path[len(d):-1])) for path in reversed(paths)]
 
@@ -207,8 +206,7 @@ def phrases_of(d: list[int], best: list[int], A: int, beta: int) -> list[tuple[i
     """
     found = []
     for i in range(A, len(d) - beta + 2):
-        agreed = d[i + 1:i + beta - 1] == best[i + 1:i + beta - 1]  # in all places but the last
-        if agreed:
+        if d[i + 1:i + beta - 1] == best[i + 1:i + beta - 1]:  # in all places but the last
             found.append((d[i], *best[i + 1:i + beta]))
     return found
 
@@ -251,11 +249,13 @@ class Drafter:
         """
         last = unseen[-1]
         chain = unseen[1:]
-        guesses = columns = []  # if phrases are switched off there is neither a guess nor a window
+        guesses = []  # if phrases are switched off there is no guess
+        columns = []  # and no window
         if self.levels:
             self.levels[0][0] = last
             guesses = [list(phrase[1:]) for phrase in self.pool.newest(last, self.G)]
             columns = columns_of(self.levels)
+        # [] puts the chain first, so that its nodes are 0, 1, …
         ids, parents, paths = trie(unseen[0], [chain + x for x in [[], *guesses, *columns]])
         chosen = greedy(self.draft.forward(ids, parents))
         chosen[:len(chain)] = chain  # these tokens are known, whatever the draft model chooses

@@ -9,12 +9,12 @@ Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv 2403.10
     at the first rejection draw from norm(max(0, p - q)) instead
 
 p is the target's distribution and q the draft's, both after temperature, top-k and top-p. The
-letters are Leviathan's. Chen swaps p and q, as the survey does, and writes K for γ. The code says
-`target_probs` and `draft_probs`. `verify_tokens` is these two lines.
+letters are Leviathan's. Chen swaps p and q, and writes K for γ. The code says `target_probs` and
+`draft_probs`. `verify_tokens` is these two lines.
 
-Sun's rule is better. It is `verify_block`, below the method, and `--verification block` asks for
-it. It judges the draft as a whole. On average it accepts no fewer guesses, and at temperature 0 the
-same ones.
+The default is this rule of the first two papers. Sun's rule is better. It is `verify_block`, below
+the method, and `--verification block` asks for it. It judges the draft as a whole. On average it
+accepts no fewer guesses, and at temperature 0 the same ones.
 
 The method is lossless: its output has exactly the target's distribution. At temperature 0 p and q
 are one-hot, and the output is the target's greedy output. With --coupling they are one-hot at every
@@ -98,7 +98,7 @@ def verify_tokens(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses
     ratio = target_probs[:-1].gather(1, x) / draft_probs.gather(1, x)  # p(x) / q(x)
     # A coin u ~ U[0, 1) is below the ratio with probability min(1, p(x) / q(x)).
     passed = sample.uniform(ratio.shape, ratio.device) < ratio
-    # Guesses after the first that does not pass do not count: they follow a wrong token.
+    # A guess counts only if all before it passed, too.
     accepted = passed.cumprod(0).sum().item()
     return accepted, draw_next(target_probs, draft_probs, accepted, sample)
 
@@ -197,7 +197,7 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     Z = (scaled[:-1] - draft_probs).clamp(min=0).sum(-1, keepdim=True)  # [γ, 1], Z_0 … Z_{γ-1}
     # If joint_i is 1 and p equals q after guess i, h_i is 0 / 0. Then joint_{i+1} is 1 too, and
     # guess i is accepted by a later coin, so any h_i will do.
-    h = (Z / (Z + 1 - joint[:-1])).nan_to_num(0)
+    h = (Z / (Z + (1 - joint[:-1]))).nan_to_num(0)
     h = torch.cat([h, joint[-1:]])[1:]  # [γ, 1], h_1 … h_γ, without h_0
     passed = sample.uniform(h.shape, h.device) < h
     # The last coin that passes counts, even if coins before it failed.

@@ -112,16 +112,17 @@ MUTANTS = {
          "prompt lookup forgets the text before the chunk")],
     "ouroboros.py": [
         ("chain + x for x", "x for x", "guesses do not hang below the unseen tokens"),
-        ("agreed:", "True:", "a phrase goes on behind a choice that the draft does not agree with"),
+        ("if d[i + 1:i + beta - 1] == best[i + 1:i + beta - 1]:", "if True:",
+         "a phrase goes on behind a choice that the draft does not agree with"),
         ("path[len(d):-1]", "path[len(d) + 1:]",
          "a suffix is corrected by the choices one node too late"),
         ("pool is None", "pool is None or not pool.ngrams", "prompts do not share their phrases")],
     "mjsd.py": [
         ("[beam for beam in found if beam.ended]", "[]", "a beam that ended is lost"),
         ("[beam.logps[-1] + logp]", "[logp]", "beams are ranked by their last token alone"),
-        ("log_p += log_P[i - 1, j]", "log_p = log_P[i - 1, j]",
+        ("log_p += rows[i - 1, j]", "log_p = rows[i - 1, j]",
          "the target's probabilities are not joint"),
-        ("P[i - 1, j]", "P[i, j]", "a token is scored by the row after it"),
+        ("rows[i - 1, j]", "rows[i, j]", "a token is scored by the row after it"),
         ("text[draft.length:]", "text[-1:]", "the draft never sees an accepted leaf")],
     "bita.py": [
         ("itertools.product(*candidates)", "zip(*candidates)",
