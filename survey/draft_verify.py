@@ -53,7 +53,8 @@ from typing import Iterator
 
 from common import Sampler, attention_mask, begin, eos_ids, greedy
 from speculative import verify_block as verify
-from support.engine import MODELS, EngineLM, depth_of, list_layers, name_of, require_keys
+from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of,
+                            require_keys)
 from support.layers import share_weights
 from support.parts import load_facts, save_facts
 from training.loop import answer_all
@@ -182,9 +183,8 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
             share = 0.5 * share + 0.5 * accepted / len(guesses)  # Eq. 5, β_1 = 0.5
             goal = move_threshold(threshold, share, len(guesses) == gamma)  # Eq. 6
             threshold = 0.9 * threshold + 0.1 * goal  # Eq. 7, β_2 = 0.9
-        if log is not None:
-            log.append({"guessed": len(guesses), "accepted": accepted,
-                        "layers": len(guesses) * layers_of_draft + layers_of_target})
+        log_round(log, guessed=len(guesses), accepted=accepted,
+                  layers=len(guesses) * layers_of_draft + layers_of_target)
         yield guesses[:accepted] + [root]
 
 

@@ -41,7 +41,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, trie, walk
 from speculative import residual
-from support.engine import EngineLM, require
+from support.engine import EngineLM, log_round, require
 
 import torch
 
@@ -268,8 +268,7 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
             kept = [nodes[prefix] for prefix in prefixes if prefix in nodes]
             lm.commit(kept)
             unseen[m] = [*guesses[len(kept):], root]
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(guesses)})
+        log_round(log, guessed=len(ids) - 1, accepted=len(guesses))
         yield [*guesses, root]
 
 
