@@ -260,31 +260,15 @@ def read_dflash(config: dict, model) -> Form:
     """
     settings = config | (config.get("dflash_config") or {})
     if "aux_hidden_state_layer_ids" in settings:
-        return read_speculators(settings, model)
-    if "DSpark" in str(settings.get("architectures")):
-        return read_deepspec(settings, model)
-    return read_zlab(settings, model)
-
-
-def read_zlab(settings: dict, model) -> Form:
-    """Read z-lab's layout, whose layers are those whose outputs are read."""
-    return make_form(settings, model, [1 + i for i in settings["target_layer_ids"]])
-
-
-def read_deepspec(settings: dict, model) -> Form:
-    """Read DeepSpec's layout, in which the root's row guesses, too."""
+        # Layers of another kind than Qwen3's have windows in speculators without saying so.
+        windows = settings.get("model_type") != "qwen3"
+        return make_form({"use_sliding_window": windows} | settings, model,
+                         settings["aux_hidden_state_layer_ids"])
+    # z-lab and DeepSpec list the layers whose outputs are read.
     listed = [1 + i for i in settings["target_layer_ids"]]
-    return make_form({"sample_from_anchor": True} | settings, model, listed)
-
-
-def read_speculators(settings: dict, model) -> Form:
-    """Read the layout of speculators, whose layers are those whose inputs are read.
-
-    Its layers of another kind than Qwen3's have windows without saying so.
-    """
-    windows = settings.get("model_type") != "qwen3"
-    return make_form({"use_sliding_window": windows} | settings, model,
-                     settings["aux_hidden_state_layer_ids"])
+    if "DSpark" in str(settings.get("architectures")):  # DeepSpec, where the root's row guesses
+        settings = {"sample_from_anchor": True} | settings
+    return make_form(settings, model, listed)
 
 
 def make_form(settings: dict, model, listed: list[int]) -> Form:
