@@ -1,13 +1,12 @@
 """A draft with another tokenizer: what its tokens stand for, and what it is fed. That the text is
 the target's is in test_lossless.py."""
-import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import InputError, autoregressive
+from common import autoregressive
 from families import CONTEXT, tiny
-from helpers import tokens_of
+from helpers import check_refused, tokens_of
 from support.engine import EngineLM
 from survey.another_tokenizer import TranslatedLM, Translation, another_tokenizer, read_bytes
 from toy_tokenizers import letters
@@ -101,20 +100,20 @@ def test_ids_without_tokens_are_text_of_no_bytes():
 
 def test_a_prompt_beyond_the_context_of_the_draft_is_refused():
     lms = [EngineLM(tiny("llama", max_position_embeddings=n)) for n in (CONTEXT, 8)]
-    with pytest.raises(InputError, match="--draft must have room for the prompt, 9 of its tokens"):
-        next(another_tokenizer(*lms, [0, 1] * 5, tokenizers=[letters("ab"), letters("ba")]))
+    chunks = another_tokenizer(*lms, [0, 1] * 5, tokenizers=[letters("ab"), letters("ba")])
+    check_refused("--draft must have room for the prompt, 9 of its tokens", next, chunks)
 
 
 def test_few_tokens_in_common_are_refused():
-    with pytest.raises(InputError, match="--draft must share 2 tokens .* or more, got 1"):
-        translation_of(letters("abcdefghijklmnopqrst"), letters("aABCDEFGHIJKLMNOPQRSTUVW"))
+    check_refused("--draft must share 2 tokens .* or more, got 1", translation_of,
+                  letters("abcdefghijklmnopqrst"), letters("aABCDEFGHIJKLMNOPQRSTUVW"))
 
 
 def test_a_tokenizer_of_neither_kind_is_refused():
     tokenizer = Tokenizer(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
     tokenizer.decoder = decoders.WordPiece()
-    with pytest.raises(InputError, match="--draft must have a tokenizer of bytes"):
-        read_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 9)
+    check_refused("--draft must have a tokenizer of bytes", read_bytes,
+                  PreTrainedTokenizerFast(tokenizer_object=tokenizer), 9)
 
 
 def test_a_draft_is_fed_its_own_tokens():

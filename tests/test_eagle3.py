@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from common import InputError
 from families import rand, tiny
+from helpers import check_refused
 from methods import METHODS, play_rounds
 from naive import NaiveLM
 from support.engine import EngineLM, depth_of, tap_layers
@@ -42,11 +42,10 @@ def test_which_layers_are_tapped():
     assert choose_taps(MODEL) == [2, 3, 4]
     assert read_taps("0, 5,7", MODEL) == [0, 5, 7]
     for text in ("3,2", "2,2", "1,8", "x", "-1", "\u00b2", ","):
-        with pytest.raises(InputError, match="--taps must be numbers from 0 to 7"):
-            read_taps(text, MODEL)
+        check_refused("--taps must be numbers from 0 to 7", read_taps, text, MODEL)
     for layers in (2, 3, 6):
-        with pytest.raises(InputError, match=f"7 layers or more, .* got {layers} layers"):
-            choose_taps(tiny("llama", num_hidden_layers=layers))
+        model = tiny("llama", num_hidden_layers=layers)
+        check_refused(f"7 layers or more, .* got {layers} layers", choose_taps, model)
 
 
 # ------------------------------------------------------------------------------ what it is fed

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import train as recipe
-from common import InputError
 from families import near, tiny
+from helpers import check_refused
 
 PAIRS = [([5, 9], [30, 2]), ([8], [7, 1, 12])]
 SQL = {"sql": 1.0, "math": 0.0, "code": 0.0}
@@ -137,5 +137,5 @@ def test_a_draft_of_layers_learns_in_its_layers_alone():
 
 @pytest.mark.parametrize("layers", [[2], [-1], [1, 0], [1, 1]])
 def test_layers_that_cannot_be_taken_are_refused(layers, tmp_path):
-    with pytest.raises(InputError, match="--layers must be different numbers from 0 to 1 in asc"):
-        recipe.distil(tiny("llama"), None, [], layers=layers, out=tmp_path / "out")
+    check_refused("--layers must be different numbers from 0 to 1 in asc", recipe.distil,
+                  tiny("llama"), None, [], layers=layers, out=tmp_path / "out")

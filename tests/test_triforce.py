@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from common import InputError, attention_mask, windows_of
+from common import attention_mask, windows_of
 from families import near, tiny
-from helpers import note_calls
+from helpers import check_refused, note_calls
 from support.engine import EngineLM
 from survey import triforce as module
 from survey.triforce import PartialLM, choose_ends, record_queries, retrieve_chunks, triforce
@@ -127,8 +127,8 @@ def test_what_is_retrieved_is_what_the_last_row_looks_at():
 def test_layers_with_states_are_refused(options):
     """Parts of a cache have no states. Of two such models the target is named."""
     lms = [EngineLM(tiny("qwen3.5" if x in options else "llama")) for x in ("target", "draft")]
-    with pytest.raises(InputError, match=f"--{options[0]} must be .* keys and values.*, got Qwen3"):
-        next(triforce(*lms, [3, 1, 4]))
+    said = f"--{options[0]} must be .* keys and values.*, got Qwen3"
+    check_refused(said, next, triforce(*lms, [3, 1, 4]))
 
 
 def test_the_caches_after_a_round_have_the_rows_of_the_text(monkeypatch):
