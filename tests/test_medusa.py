@@ -113,14 +113,11 @@ def test_the_loss_by_hand(kind, weights):
     right = accuracy(heads, model, f, tokens)
     embedded, whole = model.get_input_embeddings(), model.get_output_embeddings()
     for k in (1, 2):
-        losses, hits, counted = [], 0, 0
-        for some, after in zip(f, tokens):
-            said = 2 * whole(heads(k, some[None], embedded(after[None, :k])))[0, vocab]
-            counted += after[k] >= 0
-            if after[k] in vocab:
-                losses.append(-said.log_softmax(-1)[vocab.index(after[k])].item())
-                hits += said.argmax() == vocab.index(after[k])
+        said = 2 * whole(heads(k, f, embedded(tokens[:, :k].clamp(min=0))))[:, vocab]
+        guessed = [(z, vocab.index(x)) for z, x in zip(said, tokens[:, k].tolist()) if x in vocab]
+        losses = [-z.log_softmax(-1)[row].item() for z, row in guessed]
         expected += weights[k - 1] * sum(losses) / len(losses)
+        hits, counted = sum(z.argmax() == row for z, row in guessed), (tokens[:, k] >= 0).sum()
         assert right[k - 1] == pytest.approx((hits / counted).item())
     given = heads, model, lambda x: 2 * x, f
     assert module.heads_loss(*given, tokens).item() == pytest.approx(expected, rel=1e-4)
