@@ -118,14 +118,6 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     assert {*phrases_in(pool)} == {*known, *found}
 
 
-def test_the_pool_finds_the_newest():
-    pool = pool_of((1, 2), (1, 3), (1, 2), (1, 4), (2, 1))
-    assert pool.newest(1, 5) == [(1, 4), (1, 2), (1, 3)] and pool.newest(1, 1) == [(1, 4)]
-    pool.remove((1, 4))
-    assert pool.newest(1, 1) == [(1, 2)] and pool.newest(9, 5) == []
-    pool.remove((7, 7))
-
-
 def test_phrases_are_of_the_targets_argmax_also_when_sampling():
     """A target that counts, but is sampled almost evenly."""
     log, options = [], OFF | dict(verification=True, gamma=5, sample=Sampler(1.0, seed=1))

@@ -145,13 +145,6 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
             assert all(torch.equal(x, tensors[name]) for name, x in found.items())
 
 
-@pytest.mark.parametrize("line, tokens", [
-    ("survey.eagle train", 4), ("bita train --P 3 --M 2", 16)])
-def test_a_part_for_a_model_of_few_tokens_is_loaded_by_it(line, tokens, tmp_path):
-    model = tiny("llama", vocab_size=tokens)
-    PARTS[line](run(line, tmp_path, model, [[2, 3], [3, 2, 1], [1, 3]], steps=1), model)
-
-
 @ROW
 def test_a_file_that_does_not_fit_is_refused(line, trained, tmp_path):
     """It may be of another model or kind, hold a number that is not finite, or have a header that
