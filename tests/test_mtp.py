@@ -9,12 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from families import tiny
-from helpers import check_refused
+from helpers import CLOSE, check_refused
 from support import released
 from support.engine import EngineLM, list_layers
 from support.loading import check
-from support.trees import rank_tokens
-from survey.mtp import MTPBlock, load_draft, mtp
+from survey.mtp import MTPBlock, load_draft
 
 TEXT = [31, 4, 15, 26, 53, 8, 9, 7, 3]
 FORMS = {  # family: what names begin with, names of four tensors, of the layer, the 1 of 1 + w
@@ -53,39 +52,29 @@ def write(folder, family: str, changes: dict | None = {}):
     return check(AutoModelForCausalLM.from_pretrained(folder)), block
 
 
-def guess(model, w: dict, text: list[int], path: list[int], family: str):
-    """Compute the logits [V] after a text and a path of guesses, all anew."""
+@pytest.mark.parametrize("family", FORMS)
+@torch.inference_mode()
+def test_a_block_computes_the_equations(tmp_path, family):
+    """Rows of a chain are compared, which read any features. That decoding gives it the target's
+    features and its own, and grows trees of its guesses, is EAGLE's (test_eagle.py)."""
+    model, w = write(tmp_path, family)
     begin, names, _, one = FORMS[family]
-    decoder, tokens, places = model.get_decoder(), text + path, torch.arange(99)
-    layer, rotary = list_layers(model)[0], decoder.rotary_emb
-    f = decoder(torch.tensor([text[:-1]]), use_cache=False)[0][0]
-    table = w.get(TABLE, model.get_input_embeddings().weight)
+    f, table = torch.randn(8, 32), w.get(TABLE, model.get_input_embeddings().weight)
 
     def norm(x: torch.Tensor, i: int) -> torch.Tensor:
         return F.rms_norm(x, (32,), one + w[f"{begin}{names[i]}.weight"], 1e-6)
-    for n in range(len(text) - 1, len(tokens)):
-        x = torch.cat([norm(table[tokens[1:][:n]], 0), norm(f, 1)], -1)
-        x = layer((x @ w[f"{begin}{names[2]}.weight"].T)[None],
-                  position_embeddings=rotary(x[None], places[None, :n]),
-                  attention_mask=torch.full((1, 1, n, n), -torch.inf).triu(1))
-        f = torch.cat([f, norm(x[0], 3)[-1:]])
-    return f[-1] @ w.get(HEAD, model.get_output_embeddings().weight).T
-
-
-@pytest.mark.parametrize("family", FORMS)
-@torch.inference_mode()
-def test_every_guess_is_that_of_the_equations(tmp_path, monkeypatch, family):
-    """They are made along a text, after a true feature and after one of the block's own."""
-    model, w = write(tmp_path, family)
-    seen, text, texts = [], TEXT, []
-    monkeypatch.setattr("survey.eagle.rank_tokens", lambda logits, vocab: seen.append(
-        logits[0]) or rank_tokens(logits, vocab))
-    chunks = mtp(EngineLM(model), text, nodes=3)  # one node of each of two levels gets children
-    for _ in range(8):
-        before, text = text, text + next(chunks)
-        texts += [(before, []), (before, [seen[-2].argmax().item()])]
-    made = torch.stack([guess(model, w, *x, family) for x in texts])
-    torch.testing.assert_close(torch.stack(seen), made, atol=1e-4, rtol=1e-5)
+    x = torch.cat([norm(table[TEXT[1:]], 0), norm(f, 1)], -1) @ w[f"{begin}{names[2]}.weight"].T
+    x = list_layers(model)[0](
+        x[None], attention_mask=torch.full((1, 1, 8, 8), -torch.inf).triu(1),
+        position_embeddings=model.get_decoder().rotary_emb(x[None], torch.arange(8)[None]))
+    x = norm(x[0], 3)
+    draft = load_draft("", model)
+    lm = EngineLM(draft.lm)
+    lm.start([])
+    logits = lm.forward(draft.join(f, TEXT[1:]))
+    torch.testing.assert_close(lm.features, x, **CLOSE)
+    torch.testing.assert_close(logits, x @ w.get(HEAD, model.lm_head.weight).T, **CLOSE)
+    assert draft.taps is None  # it reads what the LM head reads
 
 
 def test_training_begins_with_the_last_layer_of_full_attention():
