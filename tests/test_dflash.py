@@ -25,12 +25,8 @@ def make_draft(model=MODEL, scale=0.3) -> BlockDraft:
 
 
 def test_at_first_the_markov_head_adds_nothing():
-    """A seed makes all weights, whatever was drawn before."""
-    config, z = make_draft().config, torch.randn(2, 50)
-    fresh, same, other = (BlockDraft(MODEL, config, seed) for seed in (0, 0, 1))
+    fresh, z = BlockDraft(MODEL, make_draft().config), torch.randn(2, 50)
     assert torch.equal(fresh.add_markov(z, torch.tensor([9, 11])), z)
-    assert torch.equal(fresh.fc.weight, same.fc.weight)
-    assert not torch.equal(fresh.fc.weight, other.fc.weight)
 
 
 # ------------------------------------------------------------------------------------- the loss

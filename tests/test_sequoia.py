@@ -58,16 +58,6 @@ def test_the_dynamic_program_equals_brute_force():
             assert parents == sorted(parents)  # level by level, siblings side by side
 
 
-def test_shapes_by_hand():
-    """These are the header's picture and a bushy tree. Nodes without children are never fed."""
-    best = tabulate((0.6, 0.2, 0.1), 7, 3)
-    assert parents_of(best, 7, 3) == [-1, 0, 0, 1, 1, 2, 3] and best[3].G[7] == pytest.approx(2.616)
-    shape = shape_of(BUSHY)
-    assert shape.parents == BUSHY and shape.levels == [[0], [1, 2], [4]]
-    assert shape.children == [[1, 2, 3], [4, 5], [6], [], [7, 8], [], [], [], []]
-    assert shape.row == {0: -1, 1: 0, 2: 1, 4: 2}
-
-
 def test_the_clock_chooses_from_trees_of_all_sizes_and_depths():
     """The draft has a call for each level, with a row for each node that has children."""
     P, sizes, depths = (0.6, 0.2, 0.1), (2, 8, 64), (1, 3, 16)
