@@ -111,33 +111,22 @@ def test_drafts_that_cannot_be_used_are_refused():
 
 def test_a_draft_is_fed_its_own_tokens():
     """The logits are those of the draft after its own ids, in the places of the target's; -inf for
-    what the draft lacks. After a commit the next call goes on behind what was kept."""
-    model = tiny("llama")  # the draft has a, b and d, and no c
-    draft = TranslatedLM(EngineLM(model, 5), translation_of(letters("abcd"), letters("dbXYa")), 4)
-    draft.start([0, 1])
-    draft.forward([3, 1])
-    draft.commit(range(1))
-    found = draft.forward([0, 2, 1])
-    alone = EngineLM(model, 5)
-    alone.start([4, 1, 0])  # a b d
-    logits = alone.forward([4, 0, 1])  # a, then token 0 in place of the unknown c, then b
-    expected = torch.full((3, 4), -torch.inf)
-    expected[:, [0, 1, 3]] = logits[:, [4, 1, 0]]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def test_a_token_of_several_pieces_is_kept_whole():
-    """Also after a new prompt, which forgets what the last one had pending. The guess after the
-    token is in the row of its last piece."""
+    what the draft lacks. A token of several pieces is kept whole, and the guess after it is in the
+    row of its last piece. A new prompt forgets what the last one had pending. After a commit the
+    next call goes on behind what was kept."""
     model = tiny("llama")
-    translation = translation_of(sentencepiece(["ab", "a", "b"]), letters("ab"))
-    assert translation.pieces[0] == [0, 1]
-    draft = TranslatedLM(EngineLM(model, 2), translation, 4)
-    draft.start([1])
+    translation = translation_of(sentencepiece(["ab", "a", "b", "c"]), letters("dbXYa"))
+    assert translation.pieces == {0: [4, 1], 1: [4], 2: [1], 3: [0], 4: [0]}
+    draft = TranslatedLM(EngineLM(model, 5), translation, 5)
+    draft.start([2])
     draft.forward([1, 2])  # pending, and never committed
     draft.start([1])
-    found = draft.forward([0, 2])
-    expected = model(input_ids=torch.tensor([[0, 0, 1, 1]])).logits[0, 2:, :2]
-    torch.testing.assert_close(found[:, 1:3], expected, atol=1e-5, rtol=0)
+    draft.forward([2, 1])
     draft.commit(range(1))
-    assert draft.draft.length == 3  # a, and then a and b
+    found = draft.forward([0, 3, 2])  # ab in two pieces, token 0 in place of the unknown c, then b
+    logits = model(input_ids=torch.tensor([[4, 1, 4, 1, 0, 1]])).logits[0, 3:]
+    expected = torch.full((3, 5), -torch.inf)
+    expected[:, [1, 2]] = logits[:, [4, 1]]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    draft.commit(range(1))
+    assert draft.draft.length == 4  # a and b, and then a and b
