@@ -119,7 +119,7 @@ def test_a_draft_is_fed_its_own_tokens():
     assert translation.pieces == {0: [4, 1], 1: [4], 2: [1], 3: [0], 4: [0]}
     draft = TranslatedLM(EngineLM(model, 5), translation, 5)
     draft.start([2])
-    draft.forward([1, 2])  # pending, and never committed
+    draft.forward([0, 2])  # pending, and never committed
     draft.start([1])
     draft.forward([2, 1])
     draft.commit(range(1))

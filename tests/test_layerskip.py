@@ -151,16 +151,13 @@ def test_rounds_are_those_of_the_equations(family, threshold, drafts, monkeypatc
     assert len({record["accepted"] for record in log}) > 1
 
 
-def test_a_new_exit_is_the_models_own():
-    model, x = deep("llama"), torch.randn(1, 3, 32)
+def test_the_loss_is_the_cross_entropy_with_the_model_and_reaches_the_exit_alone():
+    """A new exit is the model's own."""
+    model, x = deep("llama").requires_grad_(False), torch.randn(1, 3, 32)
     network = Exit(model, E)
     new = network.norm(network(x, position_ids=torch.arange(3)[None]))
     torch.testing.assert_close(new, model.model.norm(x))
-
-
-def test_the_loss_is_the_cross_entropy_with_the_model_and_reaches_the_exit_alone():
-    model = deep("llama").requires_grad_(False)
-    network = rand(Exit(model, E)).requires_grad_(True)
+    rand(network).requires_grad_(True)
     batch = [Text(torch.zeros(T), torch.randn(T, 64), length) for T, length in ((8, 6), (6, 2))]
     loss, each = exit_loss(lambda x: 2 * model.lm_head(x), network, batch, 61), []
     for _, features, length in batch:
