@@ -169,9 +169,8 @@ def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: 
             tokens = [prefix[-1] for prefix in prefixes]
             parents = [nodes[prefix[:-1]] for prefix in prefixes]
             rows = sample.probs(draft.forward(tokens, parents), draft.places)
-            for i, prefix in enumerate(prefixes):
-                nodes[prefix] = first + i
-                probs[prefix] = rows[i]
+            nodes.update(zip(prefixes, range(first, first + len(prefixes))))
+            probs.update(zip(prefixes, rows))
         # Each draft gets a draw of its own, even if drafts are equal so far.
         if depth == 0 and ranked:
             tokens = sample.race(logits[-1:], draft.places[-1:])[0].topk(K).indices.tolist()

@@ -1,11 +1,6 @@
-"""Trained parts as others release them: random tensors, their files, and written formulas of their
-layers."""
-import json
-from pathlib import Path
-
+"""Written formulas of the layers of trained parts."""
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from common import FAR
 
@@ -42,35 +37,3 @@ def attend(w: dict, layer: str, x: torch.Tensor, config: dict, before: torch.Ten
                                          attn_mask=(sees[0] <= back) & (back < sees[1]))
     out = out.transpose(0, 1)[-len(x):].reshape(len(x), -1)
     return out @ w[f"{layer}o_proj.weight"].T + w.get(f"{layer}o_proj.bias", 0)
-
-
-def run_layer(w: dict, layer: str, x: torch.Tensor, residual: torch.Tensor, config: dict,
-              *more) -> torch.Tensor:
-    """Compute a layer whose attention reads x and adds its output to `residual`.
-
-    more   further arguments of `attend`
-    """
-    x = residual + attend(w, f"{layer}self_attn.", x, config, *more)
-    y = norm(x, w[f"{layer}post_attention_layernorm.weight"])
-    gate, up = (y @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    act = getattr(F, config.get("hidden_act", "silu"))
-    return x + (act(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
-
-
-def draw(shapes: dict, seed: int = 0) -> dict:
-    """Draw tensors: matrices that keep the size of what they read, and norms near 1."""
-    rng = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=rng) / shape[-1] ** 0.5 if len(shape) == 2 else
-            (0.0 if name.endswith("bias") else 1.0) + 0.3 * torch.randn(shape, generator=rng)
-            for name, shape in shapes.items()}
-
-
-def write(folder: Path, config: dict, tensors: dict, file: str = "model.safetensors") -> str:
-    """Write a head as others release it."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")  # as Windows does
-    if file.endswith("safetensors"):
-        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / file)
-    else:
-        torch.save(tensors, folder / file)
-    return str(folder)

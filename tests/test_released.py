@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from cli.run import doubt_head
 from families import tiny
-from heads import draw, norm, run_layer, write
+from heads import attend, norm
 from helpers import CLOSE, check_refused, note_calls, take
 from support.engine import EngineLM
 from support.released import is_head, read_files, some_weights
@@ -28,6 +28,19 @@ MEDUSA = {"base_model_name_or_path": "x", "medusa_num_heads": 2, "medusa_num_lay
 
 
 # --------------------------------------------------------------------------- the written formulas
+
+def run_layer(w: dict, layer: str, x: torch.Tensor, residual: torch.Tensor, config: dict,
+              *more) -> torch.Tensor:
+    """Compute a layer whose attention reads x and adds its output to `residual`.
+
+    more   further arguments of `attend`
+    """
+    x = residual + attend(w, f"{layer}self_attn.", x, config, *more)
+    y = norm(x, w[f"{layer}post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    act = getattr(F, config.get("hidden_act", "silu"))
+    return x + (act(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
+
 
 def eagle_step(w: dict, e: torch.Tensor, f: torch.Tensor, config: dict, head) -> tuple:
     """Compute EAGLE's features and logits: no input norm, no final norm, the target's LM head."""
@@ -53,6 +66,25 @@ def fuse(w: dict, taps: torch.Tensor) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------- random heads
+
+def draw(shapes: dict, seed: int = 0) -> dict:
+    """Draw tensors: matrices that keep the size of what they read, and norms near 1."""
+    rng = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=rng) / shape[-1] ** 0.5 if len(shape) == 2 else
+            (0.0 if name.endswith("bias") else 1.0) + 0.3 * torch.randn(shape, generator=rng)
+            for name, shape in shapes.items()}
+
+
+def write(folder: Path, config: dict, tensors: dict, file: str = "model.safetensors") -> str:
+    """Write a head as others release it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")  # as Windows does
+    if file.endswith("safetensors"):
+        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return str(folder)
+
 
 def layer_shapes(prefix: str, reads: int, kv: int = 2, biases: str = "", width: int = WIDTH,
                  head: int = WIDTH // 4, mlp: int = 96) -> dict:
