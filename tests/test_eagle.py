@@ -57,21 +57,11 @@ def guess(model, draft, text, path, ranks) -> list[tuple[int, float]]:
     return [*zip(draft.vocab[best.indices].tolist(), best.values.tolist())]
 
 
-def grow_by_hand(model, draft, text, n) -> set[tuple]:
-    """The n paths of the largest product of the draft's own probabilities. The 10 likeliest nodes
-    of a level are expanded in a tree of 60 nodes."""
-    every, level = [([], 1.0)], [([], 1.0)]
-    for _ in range(LEVELS):
-        expanded = sorted(level, key=lambda x: -x[1])[:max(1, n // 6)]
-        level = [([*path, x], chance * p) for path, chance in expanded
-                 for x, p in guess(model, draft, text, path, len(draft.vocab))]
-        every += level
-    return {(text[-1], *path) for path, _ in sorted(every, key=lambda x: -x[1])[:n]}
-
-
 @pytest.mark.parametrize("nodes", [20, 60])
 def test_a_tree_has_the_likeliest_paths(nodes, monkeypatch):
-    """The target is fed the tree after a prompt that is read in two parts."""
+    """It has the paths of the largest product of the draft's own probabilities, where the 10
+    likeliest nodes of a level are expanded in a tree of 60 nodes. The target is fed the tree after
+    a prompt that is read in two parts."""
     model, text = tiny("llama", vocab_size=5), [i * i % 5 for i in range(131)]
     draft, target = rand(EagleLayer(model), 0.2), EngineLM(model)
     draft.keep([4, 0, 3, 1, 2])
@@ -79,7 +69,14 @@ def test_a_tree_has_the_likeliest_paths(nodes, monkeypatch):
     next(eagle(target, text, nodes=nodes, trained=draft))
     ids, parents = trees[-1]
     found = {tuple(ids[x] for x in path_to(i, parents)) for i in range(len(ids))}
-    assert found == grow_by_hand(model, draft, text, nodes)
+    every, level = [([], 1.0)], [([], 1.0)]
+    for _ in range(LEVELS):
+        expanded = sorted(level, key=lambda x: -x[1])[:nodes // 6]
+        level = [([*path, x], chance * p) for path, chance in expanded
+                 for x, p in guess(model, draft, text, path, 5)]
+        every += level
+    best = sorted(every, key=lambda x: -x[1])[:nodes]
+    assert found == {(text[-1], *path) for path, _ in best}
 
 
 def test_plans_are_trees_of_each_size_and_depth():

@@ -184,7 +184,7 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
     ("model.safetensors", True, True)], ids=["Medusa-1", "version 2", "Medusa-2"])
 def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own, whole):
     """Of a file with five heads, whose configuration says two, as the released ones do. Medusa-2
-    has its heads in the files of a whole model."""
+    has its heads in the files of a whole model. Heads of Hydra are not read."""
     model, w = embedded[0], medusa_tensors(5, own)
     given = w
     if whole:
@@ -197,6 +197,8 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
         logits = x @ (w[f"{k}.1.weight"] if own else model.get_output_embeddings().weight).T
         close(heads.lm_head_of(k + 1)(heads(k + 1, f, None)), logits)
     assert heads.K == 5
+    check_refused("--heads must be medusa for released heads, got hydra", medusa.load_heads,
+                  tmp_path, "hydra", model)
 
 
 # ------------------------------------------------------------------------- a block of DFlash
@@ -359,11 +361,6 @@ def test_a_head_is_doubted_by_a_text_that_varies():
     log = [{"guessed": 2, "accepted": n} for n in (0, 0, 2)] * 6
     assert "badly: 40% of its guesses are right, and 60%" in doubt_head([5, 5, 5, 6, 7] * 6, log)
     assert doubt_head([5] * 30, log) == doubt_head([5, 6, 7] * 10, log) == ""
-
-
-def test_heads_of_hydra_are_not_read(embedded):
-    check_refused("--heads must be medusa for released heads, got hydra", medusa.load_heads, "x",
-                  "hydra", embedded[0])
 
 
 def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monkeypatch):
