@@ -176,31 +176,49 @@ def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
 
 # ---------------------------------------------------------------------------------- decoding
 
+def fill_hydra_tree(trained: Heads, target: EngineLM, f: torch.Tensor, root: int,
+                    tree: list[Node]) -> list[int]:
+    """Fill a planned tree with the guesses of Hydra heads, level by level, as `fill_tree` does."""
+    embed = target.model.get_input_embeddings()
+    tokens_to = {0: [root]}  # for each node the tokens from the root down to the node
+    for k in range(1, max(node.depth for node in tree) + 1):
+        level = [i for i, node in enumerate(tree) if node.depth == k]
+        # Head k runs once for each parent of this level, and reads the k tokens down to it.
+        owners = sorted({tree[i].parent for i in level})
+        between = embed(torch.tensor([tokens_to[node] for node in owners], device=f.device))
+        x = trained(k, f.expand(len(owners), -1), between)  # [owners, d]
+        tokens, _ = rank_tokens(trained.lm_head(x)[:, :target.vocab], trained.vocab)
+        ranked = dict(zip(owners, tokens))
+        for i in level:
+            parent = tree[i].parent
+            tokens_to[i] = tokens_to[parent] + [ranked[parent][tree[i].rank]]
+    return [tokens_to[i][-1] for i in range(len(tree))]
+
+
 @torch.inference_mode()
 def fill_tree(trained: Heads, target: EngineLM, f: torch.Tensor, root: int,
               tree: list[Node]) -> list[int]:
-    """Fill a planned tree with the guesses of heads, level by level.
+    """Fill a planned tree with the guesses of heads.
 
     f         the feature [1, d] of the token before the root
     root      the token of node 0
     tree      the nodes, as `best_tree` plans them: parents, depths and ranks without tokens
     returns   ids, the token of each node
     """
-    embed = target.model.get_input_embeddings()
-    tokens_to = {0: [root]}  # for each node the tokens from the root down to the node
-    for k in range(1, max(node.depth for node in tree) + 1):
-        level = [i for i, node in enumerate(tree) if node.depth == k]
-        # Head k guesses the children of each parent of this level. A head of Hydra reads the k
-        # tokens down to the parent, and one of Medusa gives the same row for all parents.
-        owners = sorted({tree[i].parent for i in level})
-        between = embed(torch.tensor([tokens_to[node] for node in owners], device=f.device))
-        x = trained(k, f.expand(len(owners), -1), between)  # [owners, d]
-        tokens, _ = rank_tokens(trained.lm_head_of(k)(x)[:, :target.vocab], trained.vocab)
-        ranked = dict(zip(owners, tokens))
-        for i in level:
-            parent = tree[i].parent
-            tokens_to[i] = tokens_to[parent] + [ranked[parent][tree[i].rank]]
-    return [tokens_to[i][-1] for i in range(len(tree))]
+    depth = max(node.depth for node in tree)
+    if depth == 0:
+        return [root]
+    if trained.kind == "hydra":
+        return fill_hydra_tree(trained, target, f, root, tree)
+    # Medusa heads ignore each other's guesses, so one pass of the LM head serves all levels.
+    x = [trained(k, f, None) for k in range(1, depth + 1)]  # each [1, d]
+    if trained.lm_heads:
+        logits = torch.cat([head(row) for head, row in zip(trained.lm_heads, x)])
+    else:
+        logits = trained.lm_head(torch.cat(x))
+    ranked, _ = rank_tokens(logits[:, :target.vocab], trained.vocab)  # [depth][rank]
+    # A node of depth k and rank r holds the guess of rank r of head k, whatever its parent holds.
+    return [root] + [ranked[node.depth - 1][node.rank] for node in tree[1:]]
 
 
 def typical_path(ids: list[int], parents: list[int], logits: torch.Tensor, sample: Sampler,

@@ -218,7 +218,8 @@ MUTANTS = {
     "survey/medusa.py": [
         ("each.sum() / (labels >= 0).sum().clamp(min=1)", "each.mean()",
          "positions without a label count in the mean"),
-        ("(x)[:, :target.vocab]", "(x)", "padded tokens are guessed"),
+        ("(x)[:, :target.vocab]", "(x)", "Hydra guesses padded tokens"),
+        ("logits[:, :target.vocab], trained", "logits, trained", "padded tokens are guessed"),
         ("owners = sorted({tree[i].parent for i in level})", "owners = sorted(range(len(level)))",
          "Hydra's heads read the wrong parents")],
     "hybrid/ngrams.py": [
