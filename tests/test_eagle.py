@@ -147,16 +147,13 @@ def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):
 
 # ----------------------------------------------------------------------------- the taps of EAGLE-3
 
-def test_widths_of_taps_are_those_of_what_is_tapped():
-    """In OPT-350m, for one, layers are wider than what the LM head reads."""
-    model = tiny("opt", word_embed_proj_dim=16)
-    taps, seen = [0, depth_of(model)], []
-    with tap_layers(model, taps, seen):
-        model(torch.tensor([TEXT]))
-    assert tap_widths(model, taps) == [x.shape[-1] for x in seen] == [32, 16]
-
-
 def test_which_layers_are_tapped():
+    """Widths are those of what is tapped. In OPT-350m, for one, layers are wider than what the LM
+    head reads."""
+    model, seen = tiny("opt", word_embed_proj_dim=16), []
+    with tap_layers(model, [0, depth_of(model)], seen):
+        model(torch.tensor([TEXT]))
+    assert tap_widths(model, [0, depth_of(model)]) == [x.shape[-1] for x in seen] == [32, 16]
     assert choose_taps(MODEL) == [2, 3, 4]
     assert read_taps("0, 5,7", MODEL) == [0, 5, 7]
     for text in ("3,2", "2,2", "1,8", "x", "-1", "\u00b2", ","):
