@@ -32,6 +32,13 @@ def tokens_of(chunks, n: int, eos=()) -> list[int]:
     return [token for chunk in until(chunks, n, eos) for token in chunk]
 
 
+def check_refused(said: str, act, *args, **how) -> None:
+    """Call act(*args, **how), which must raise an InputError of one line with this pattern."""
+    with pytest.raises(InputError, match=said) as error:
+        act(*args, **how)
+    assert "\n" not in str(error.value)
+
+
 def take(chunks, n: int) -> list[list[int]]:
     """Take a method's first n chunks."""
     return [*itertools.islice(chunks, n)]
@@ -42,13 +49,6 @@ def note_calls(monkeypatch, place, name: str) -> list[tuple]:
     given, act = [], getattr(place, name)
     monkeypatch.setattr(place, name, lambda *args, **how: given.append(args) or act(*args, **how))
     return given
-
-
-def check_refused(said: str, act, *args, **how) -> None:
-    """Call act(*args, **how), which must raise an InputError of one line with this pattern."""
-    with pytest.raises(InputError, match=said) as error:
-        act(*args, **how)
-    assert "\n" not in str(error.value)
 
 
 def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
