@@ -63,7 +63,7 @@ from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
 from support.clock import MOST, Clock
-from support.engine import MODELS, EngineLM, require
+from support.engine import MODELS, EngineLM, log_round, require
 from survey.recycling import Successors
 from survey.rest import DATASTORE, load_datastore
 
@@ -185,8 +185,7 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
         root = chunk[-1]
         if not nodes:
             clock.note(steps, len(ids), len(chunk))
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1, "chances": chances[1:]})
+        log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1, chances=chances[1:])
         yield chunk
 
 

@@ -164,31 +164,20 @@ def sample_batch(tokenizer, split: str, size: int, mix: dict[str, float], rng: r
     return pad_rows(rng.choice(groups or [group]))
 
 
-@torch.inference_mode()
-def answer_prompts(model, tokenizer, prompts: list[str], temperature: float,
-                   limit: int = 200) -> list[Pair]:
-    """Let a model answer prompts.
-
-    temperature  0 for greedy answers
-    limit        the most tokens of an answer
-    returns      token ids of each prompt and its answer; an EOS that ended an answer stays
-    """
-    ids = tokenizer(prompts)["input_ids"]
-    return [*zip(ids, answer_all(model, {tokenizer.eos_token_id}, ids, limit, temperature))]
-
-
 def sample_answers(source, tokenizer, size: int, rng: random.Random) -> list[Pair]:
     """Sample answers to training prompts that are alike in length, about `size` tokens in all.
 
     source   the model that answers
     rng      the generator
-    returns  pairs of a prompt and its answer, token ids
+    returns  pairs of a prompt and its answer of 200 tokens at most, token ids. An EOS that ended an
+             answer stays
     """
     few = size // 96  # A prompt with its answer has about 96 tokens.
     pool = itertools.islice(mix_examples("train", rng.getrandbits(60)), 4 * few)
     prompts = sample_alike([e.prompt for e in pool], few, rng, len)
+    ids = tokenizer(prompts)["input_ids"]
     torch.manual_seed(rng.getrandbits(60))
-    return answer_prompts(source, tokenizer, prompts, temperature=1.0)
+    return [*zip(ids, answer_all(source, {tokenizer.eos_token_id}, ids, 200, temperature=1.0))]
 
 
 # -------------------------------------------------------------------------------------- losses

@@ -32,6 +32,12 @@ def require(fits: bool, option: str, expected: str, got) -> None:
         raise InputError(f"--{option.replace('_', '-')} must be {expected}, got {got}")
 
 
+def log_round(log: list | None, **record) -> None:
+    """Append what a round was like to a log, if there is one."""
+    if log is not None:
+        log.append(record)
+
+
 # ------------------------------------------------------------------------------ what a model has
 
 def depth_of(model) -> int:

@@ -51,7 +51,7 @@ from typing import Iterator, Sequence
 
 from common import Sampler, begin, greedy
 from speculative import verify_block
-from support.engine import EngineLM
+from support.engine import EngineLM, log_round
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 import torch
@@ -261,10 +261,9 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     while True:
         tokens, _ = review(levels, counts, text, sample)
         text = text + tokens
-        if log is not None:
-            # The target's call had a row for the root, and one for each guess.
-            rows, _, _ = target.passes[-1]
-            log.append({"guessed": rows - 1, "accepted": len(tokens) - 1})
+        # The target's call had a row for the root, and one for each guess.
+        rows, _, _ = target.passes[-1]
+        log_round(log, guessed=rows - 1, accepted=len(tokens) - 1)
         yield tokens
 
 

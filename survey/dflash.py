@@ -81,7 +81,7 @@ from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
 from support.clock import Choice, Clock, list_sizes
-from support.engine import MODELS, EngineLM, depth_of
+from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import read_taps, tap_widths
 from support.parts import Part, score_with
 from support.released import describe_dflash, load_dflash, read_dflash
@@ -292,8 +292,7 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
         learnt.learn(parents, path, pruned=True)
         if nodes == 0 and n > 1:
             clock.note(1, n)
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
 

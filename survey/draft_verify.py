@@ -47,13 +47,13 @@ Departures:
   judges the draft after it was made. Why: no guess may depend on the coin that judges it.
 """
 import re
-import timeit
 from pathlib import Path
 from typing import Iterator
 
 from common import Sampler, attention_mask, begin, eos_ids, greedy
 from speculative import verify_block as verify
-from support.engine import MODELS, EngineLM, depth_of, list_layers, name_of, require_keys
+from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of,
+                            require_keys)
 from support.layers import share_weights
 from support.parts import load_facts, save_facts
 from training.loop import answer_all
@@ -182,9 +182,8 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
             share = 0.5 * share + 0.5 * accepted / len(guesses)  # Eq. 5, β_1 = 0.5
             goal = move_threshold(threshold, share, len(guesses) == gamma)  # Eq. 6
             threshold = 0.9 * threshold + 0.1 * goal  # Eq. 7, β_2 = 0.9
-        if log is not None:
-            log.append({"guessed": len(guesses), "accepted": accepted,
-                        "layers": len(guesses) * layers_of_draft + layers_of_target})
+        log_round(log, guessed=len(guesses), accepted=accepted,
+                  layers=len(guesses) * layers_of_draft + layers_of_target)
         yield guesses[:accepted] + [root]
 
 
@@ -227,11 +226,10 @@ def measure_agreement(model, skipped: dict[str, list[int]], data: list) -> float
 def time_call(model) -> float:
     """Measure the seconds of a call of one row: the least of four, since others may be busy."""
     lm = EngineLM(model)
-
-    def call() -> None:
+    for _ in range(4):
         lm.start([])
         lm.forward([0])
-    return min(timeit.repeat(call, number=1, repeat=4))
+    return min(seconds for *_, seconds in lm.passes)
 
 
 def predict_speed(agreement: float, draft_cost: float) -> tuple[float, int]:

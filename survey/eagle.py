@@ -55,7 +55,7 @@ from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
 from support.clock import MOST, Choice, Clock
-from support.engine import MODELS, EngineLM
+from support.engine import MODELS, EngineLM, log_round
 from support.layers import make_config
 from support.loading import check
 from support.parts import Part, load_trained, score_with
@@ -310,8 +310,7 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
         learnt.learn(parents, path, pruned=True)
         if nodes == 0:
             clock.note(len(levels), len(chunk) + sum(levels[1:]))
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
 

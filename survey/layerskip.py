@@ -64,7 +64,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import MODELS, EngineLM, depth_of, list_layers, require, tap_layers
+from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, require, tap_layers
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, logits_of
@@ -127,10 +127,9 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
         early.commit(range(1 + accepted))
         late.commit(range(1 + accepted))
         move_counts(late, target)
-        if log is not None:
-            adapter = (depth_of(early.model) - E) / 2  # it has no MLP, so it is half a layer
-            layers = len(hidden) * (E + adapter) + depth_of(late.model)  # without adapter γ E + L
-            log.append({"guessed": len(guesses), "accepted": accepted, "layers": layers})
+        adapter = (depth_of(early.model) - E) / 2  # it has no MLP, so it is half a layer
+        layers = len(hidden) * (E + adapter) + depth_of(late.model)  # without adapter γ E + L
+        log_round(log, guessed=len(guesses), accepted=accepted, layers=layers)
         yield guesses[:accepted] + [root]
 
 

@@ -40,7 +40,7 @@ writes.
 from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
-from support.engine import EngineLM
+from support.engine import EngineLM, log_round
 
 import torch
 
@@ -88,8 +88,7 @@ def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: 
         fed = min(len(final), len(draft.parents))  # how many of them the draft was fed
         draft.commit(range(fed))
         unseen = [*final[fed:], root]
-        if log is not None:
-            log.append({"guessed": len(guesses), "accepted": accepted})
+        log_round(log, guessed=len(guesses), accepted=accepted)
         yield [*guesses[:accepted], root]
 
 

@@ -76,7 +76,7 @@ from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_los
 from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, Clock
-from support.engine import MODELS, EngineLM, require
+from support.engine import MODELS, EngineLM, log_round, require
 from support.layers import move_counts
 from support.parts import load_trained, score_with
 from support.trees import Acceptance
@@ -129,8 +129,7 @@ def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: st
         target_probs = sample.probs(target.forward([first, *guesses]), target.places)  # [1+L, V]
         accepted, root = verify(target_probs, probs[1:], guesses, sample)
         target.commit(range(1 + accepted))
-        if log is not None:
-            log.append({"guessed": len(guesses), "accepted": accepted})
+        log_round(log, guessed=len(guesses), accepted=accepted)
         yield [first, *guesses[:accepted], root]
 
 
@@ -178,8 +177,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         # The group after the last accepted node has the next guesses.
         groups = logits[n:].view(n, k, logits.shape[1])
         candidates = greedy(groups[path[-1]])
-        if log is not None:
-            log.append({"guessed": n - 1, "accepted": len(path) - 1, "rows": len(parents)})
+        log_round(log, guessed=n - 1, accepted=len(path) - 1, rows=len(parents))
         yield chunk
 
 

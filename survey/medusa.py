@@ -51,7 +51,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
-from support.engine import MODELS, EngineLM, require
+from support.engine import MODELS, EngineLM, log_round, require
 from support.parts import Part, fill, head_for, load_trained, logits_of, match_type
 from support.released import is_released, read_head
 from support.trees import Acceptance, Node, rank_tokens
@@ -295,8 +295,7 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
         root = chunk[-1]
         f = target.features[path[-1:]]  # [1, d]
         clock.note(1, len(tree))
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
 

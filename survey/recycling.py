@@ -34,7 +34,7 @@ from typing import Iterator
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
-from support.engine import EngineLM
+from support.engine import EngineLM, log_round
 from support.trees import Acceptance, Node, best_tree, fill_plan
 
 import torch
@@ -118,8 +118,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         root = chunk[-1]
         if not nodes:
             clock.note(1, len(planned))
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
 

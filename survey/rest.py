@@ -71,7 +71,7 @@ from typing import Iterable, Iterator
 
 from common import InputError, Sampler, begin, context_length, greedy, trie, walk
 from support.clock import Clock, list_sizes
-from support.engine import MODELS, EngineLM
+from support.engine import MODELS, EngineLM, log_round
 from support.files import explain_errors
 from support.parts import load_part, save_part
 from support.trees import Acceptance
@@ -281,8 +281,7 @@ def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = 
         if grow:
             text_store.add(as_text(chunk))
         clock.note(1, n)
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
 

@@ -67,7 +67,7 @@ from typing import Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Choice, Clock
-from support.engine import EngineLM, require
+from support.engine import EngineLM, log_round, require
 from support.trees import Acceptance
 
 import torch
@@ -344,8 +344,7 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
         draft.commit([shape.row[node] for node in fed[1:]])
         unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
         clock.note(len(shape.levels), sum(map(len, shape.levels)))
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
+        log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
 

@@ -41,7 +41,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, trie, walk
 from speculative import residual
-from support.engine import EngineLM, require
+from support.engine import EngineLM, log_round, require
 
 import torch
 
@@ -169,9 +169,8 @@ def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: 
             tokens = [prefix[-1] for prefix in prefixes]
             parents = [nodes[prefix[:-1]] for prefix in prefixes]
             rows = sample.probs(draft.forward(tokens, parents), draft.places)
-            for i, prefix in enumerate(prefixes):
-                nodes[prefix] = first + i
-                probs[prefix] = rows[i]
+            nodes.update(zip(prefixes, range(first, first + len(prefixes))))
+            probs.update(zip(prefixes, rows))
         # Each draft gets a draw of its own, even if drafts are equal so far.
         if depth == 0 and ranked:
             tokens = sample.race(logits[-1:], draft.places[-1:])[0].topk(K).indices.tolist()
@@ -268,8 +267,7 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
             kept = [nodes[prefix] for prefix in prefixes if prefix in nodes]
             lm.commit(kept)
             unseen[m] = [*guesses[len(kept):], root]
-        if log is not None:
-            log.append({"guessed": len(ids) - 1, "accepted": len(guesses)})
+        log_round(log, guessed=len(ids) - 1, accepted=len(guesses))
         yield [*guesses, root]
 
 

@@ -61,7 +61,7 @@ from typing import Iterator
 
 from common import FAR, KVCache, Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import EngineLM, grouped_attention, require
+from support.engine import EngineLM, grouped_attention, log_round, require
 from support.layers import move_counts
 from survey.cascade import Level, review
 
@@ -299,8 +299,7 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
         if small.prefix + small.length > sinks + 2 * window:
             small.take(small, *choose_ends(small, sinks, window), small.skipped + small.length)
         move_counts(small, draft)  # `draft` itself was only called for the prompt
-        if log is not None:
-            log.append({"guessed": gamma, "accepted": accepted, "reviews": reviews})
+        log_round(log, guessed=gamma, accepted=accepted, reviews=reviews)
         yield tokens
 
 

@@ -19,8 +19,6 @@ These make one, or the logits for one:
 It keeps the token tree of each call in `trees`, to compare it with one drawn by hand: its ids and
 its parents, which are None for a chain.
 
-    Zeros      a sampler whose coins are all 0, the smallest there are, on which anything passes
-
 A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
 families.py instead. There `near(model, noise)` is a draft that is often right."""
 import random
@@ -28,7 +26,7 @@ import random
 import torch
 import torch.nn.functional as F
 
-from common import KVCache, Sampler
+from common import KVCache
 from support.engine import EngineLM
 
 
@@ -99,13 +97,6 @@ class Oranges(random.Random):
     def choices(self, prompt, k):
         assert k == 6  # W + N - 3
         return [101, 102, 103, 104, 105, 106]
-
-
-class Zeros(Sampler):
-    """Draw with coins of 0, the smallest there are."""
-
-    def uniform(self, shape, device):
-        return torch.zeros(shape, dtype=torch.float64)
 
 
 def branches(tree: tuple) -> list[list[int]]:

@@ -16,11 +16,7 @@ import copy
 import itertools
 
 import torch
-from transformers import (AutoConfig, AutoModelForCausalLM, Cohere2Config, CohereConfig,
-                          DeepseekV3Config, Gemma2Config, Gemma3TextConfig, GPT2Config,
-                          GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig,
-                          OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
-                          StableLmConfig)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.loading import check
 
@@ -28,9 +24,11 @@ DEVICE = "cpu"
 VOCAB, CONTEXT = 61, 160
 SPECIAL = dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
 SMALL = dict(**SPECIAL, vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4)
-SHAPE = dict(**SMALL, hidden_size=32, intermediate_size=48, num_key_value_heads=2,
-             max_position_embeddings=CONTEXT)
+SIZES = dict(**SMALL, hidden_size=32, intermediate_size=48, max_position_embeddings=CONTEXT)
+SHAPE = dict(**SIZES, num_key_value_heads=2)
+UNTIED = dict(tie_word_embeddings=False)
 WINDOWS = dict(head_dim=8, sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+GEMMA = dict(**SHAPE, **WINDOWS, **UNTIED)
 MOE = dict(moe_intermediate_size=16, num_experts_per_tok=2)
 MIXED = ["linear_attention", "full_attention"]
 DELTA = dict(**SHAPE, head_dim=8, layer_types=MIXED, linear_num_value_heads=4,
@@ -40,38 +38,37 @@ MAMBA = dict(mamba_d_state=8, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2, 
              mamba_d_head=8, mamba_chunk_size=16)
 MLA = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
            v_head_dim=12)
+GPT = dict(**SPECIAL, vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
+config_of = AutoConfig.for_model
 RECURRENT = {  # one for each kind of layer with a state
-    "qwen3.5": AutoConfig.for_model("qwen3_5_text", **DELTA),
-    "granite4": AutoConfig.for_model("granitemoehybrid", **SHAPE, **MAMBA, layer_types=MIXED,
-                                     num_local_experts=0, shared_intermediate_size=32),
-    "lfm2": AutoConfig.for_model("lfm2", **SHAPE, layer_types=["conv", "full_attention"],
-                                 block_ff_dim=64, conv_L_cache=3)}
+    "qwen3.5": config_of("qwen3_5_text", **DELTA),
+    "granite4": config_of("granitemoehybrid", **SHAPE, **MAMBA, layer_types=MIXED,
+                          num_local_experts=0, shared_intermediate_size=32),
+    "lfm2": config_of("lfm2", **SHAPE, layer_types=["conv", "full_attention"], block_ff_dim=64,
+                      conv_L_cache=3)}
 FAMILIES = {
-    "llama": LlamaConfig(**SHAPE),
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4,
-                       **SPECIAL),
-    "opt": OPTConfig(**SMALL, hidden_size=32, ffn_dim=48, max_position_embeddings=CONTEXT,
-                     word_embed_proj_dim=32, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**SHAPE),
-    "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=9,
-                                max_window_layers=1),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
-    "neox": GPTNeoXConfig(**SMALL, hidden_size=32, intermediate_size=48,
-                          max_position_embeddings=CONTEXT),
-    "mistral": MistralConfig(**SHAPE, head_dim=8, sliding_window=9),
-    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOWS, tie_word_embeddings=False)}
+    "llama": config_of("llama", **SHAPE),
+    "gpt2": config_of("gpt2", **GPT),
+    "opt": config_of("opt", **SMALL, **UNTIED, hidden_size=32, ffn_dim=48, word_embed_proj_dim=32,
+                     max_position_embeddings=CONTEXT),
+    "qwen2": config_of("qwen2", **SHAPE),
+    "qwen2-window": config_of("qwen2", **SHAPE, use_sliding_window=True, sliding_window=9,
+                              max_window_layers=1),
+    "qwen3": config_of("qwen3", **SHAPE, head_dim=8),
+    "neox": config_of("gpt_neox", **SIZES),
+    "mistral": config_of("mistral", **SHAPE, head_dim=8, sliding_window=9),
+    "gemma3": config_of("gemma3_text", **GEMMA)}
 MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
-    "gemma2": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False, query_pre_attn_scalar=8),
-    "phi3": Phi3Config(**SHAPE, sliding_window=9),
-    "stablelm": StableLmConfig(**SHAPE),
-    "gpt-oss": GptOssConfig(**SHAPE, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
-    "deepseek-v3": DeepseekV3Config(**SHAPE | MLA, **MOE, n_group=1,
-                                    topk_group=1, n_routed_experts=4, first_k_dense_replace=1,
-                                    q_lora_rank=16),
-    "cohere2": Cohere2Config(**SHAPE, **WINDOWS),
-    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
+    "gemma2": config_of("gemma2", **GEMMA, query_pre_attn_scalar=8),
+    "phi3": config_of("phi3", **SHAPE, sliding_window=9),
+    "stablelm": config_of("stablelm", **SHAPE),
+    "gpt-oss": config_of("gpt_oss", **SHAPE, **WINDOWS, num_local_experts=4,
+                         num_experts_per_tok=2),
+    "deepseek-v3": config_of("deepseek_v3", **SHAPE | MLA, **MOE, n_group=1, topk_group=1,
+                             n_routed_experts=4, first_k_dense_replace=1, q_lora_rank=16),
+    "cohere2": config_of("cohere2", **SHAPE, **WINDOWS),
+    "qwen3-moe": config_of("qwen3_moe", **SHAPE, **MOE, head_dim=8, num_experts=4),
     **RECURRENT}
-GPT = dict(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
 OTHERS = dict(  # their settings
     qwen3_next=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
     qwen3_5_moe_text=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
@@ -90,34 +87,29 @@ OTHERS = dict(  # their settings
                         n_mamba_heads=8, mamba_headdim=8, chunk_size=16),
     mamba2=SMALL | dict(hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2,
                         conv_kernel=4, expand=2, chunk_size=16, max_position_embeddings=CONTEXT),
-    gptj=SPECIAL | GPT | dict(rotary_dim=4),
-    codegen=SPECIAL | GPT | dict(rotary_dim=4),
-    xglm=SPECIAL | dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4,
-                        max_position_embeddings=CONTEXT, tie_word_embeddings=False),
-    biogpt=SMALL | dict(hidden_size=32, intermediate_size=48, max_position_embeddings=CONTEXT,
-                        tie_word_embeddings=False),
+    gptj=GPT | dict(rotary_dim=4),
+    codegen=GPT | dict(rotary_dim=4),
+    xglm=SPECIAL | UNTIED | dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2,
+                                 attention_heads=4, max_position_embeddings=CONTEXT),
+    biogpt=SIZES | UNTIED,
     falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT),
 )
-OTHERS = {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
-          for name, settings in OTHERS.items()}
-TABLE = dict(**SHAPE | dict(num_hidden_layers=4, pad_token_id=0), hidden_size_per_layer_input=8,
-             vocab_size_per_layer_input=VOCAB, **WINDOWS | dict(layer_types=2 * WINDOWS[
-                 "layer_types"]))
+OTHERS = {name.replace("_", "-"): config_of(name, **settings) for name, settings in OTHERS.items()}
+TABLE = SHAPE | WINDOWS | dict(
+    num_hidden_layers=4, pad_token_id=0, layer_types=2 * WINDOWS["layer_types"],
+    hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
+GEMMA3N = TABLE | dict(laurel_rank=8, activation_sparsity_pattern=[0.0] * 4)
 LOOKUPS = {  # the third one and the last share keys, and the heads of the fourth are of two sizes
-    "gemma4": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=8),
-    "gemma3n": AutoConfig.for_model("gemma3n_text", **TABLE, laurel_rank=8, num_kv_shared_layers=0,
-                                    activation_sparsity_pattern=[0.0] * 4),
-    "gemma4-shared": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=8,
-                                          num_kv_shared_layers=2),
-    "gemma4-sizes": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=16),
-    "gemma3n-shared": AutoConfig.for_model("gemma3n_text", **TABLE, laurel_rank=8,
-                                           num_kv_shared_layers=2,
-                                           activation_sparsity_pattern=[0.0] * 4)}
+    "gemma4": config_of("gemma4_text", **TABLE, global_head_dim=8),
+    "gemma3n": config_of("gemma3n_text", **GEMMA3N, num_kv_shared_layers=0),
+    "gemma4-shared": config_of("gemma4_text", **TABLE, global_head_dim=8, num_kv_shared_layers=2),
+    "gemma4-sizes": config_of("gemma4_text", **TABLE, global_head_dim=16),
+    "gemma3n-shared": config_of("gemma3n_text", **GEMMA3N, num_kv_shared_layers=2)}
 SCALED = {  # whose logits are not what the LM head says
-    "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
-    "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
-    "gemma2-capped": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False,
-                                  query_pre_attn_scalar=8, final_logit_softcapping=4.0)}
+    "granite": config_of("granite", **SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
+    "cohere": config_of("cohere", **SHAPE, logit_scale=0.25),
+    "gemma2-capped": config_of("gemma2", **GEMMA, query_pre_attn_scalar=8,
+                               final_logit_softcapping=4.0)}
 
 MADE = {}  # all models that `tiny` has made, each with torch's random state after that
 

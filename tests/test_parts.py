@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import bita
-from common import InputError
 from families import deep, tiny
-from helpers import ROOT
+from helpers import ROOT, check_refused
 from support.engine import EngineLM
 from support.layers import split_layers
 from support.parts import (belongs, fill, head_for, load_facts, load_trained, logits_of, save_facts,
@@ -35,8 +34,8 @@ def part() -> dict[str, torch.nn.Parameter]:
     ({"b": torch.ones(2, dtype=torch.int8)}, "finite floating-point numbers, got 'file' .* b")])
 def test_other_tensors_are_refused_and_nothing_is_set(changes, said):
     own, given = part(), {"w": torch.ones(2, 2), "b": torch.ones(2).to(torch.float8_e4m3fn)}
-    with pytest.raises(InputError, match=f"expected {said}"):
-        fill(own, {name: x for name, x in (given | changes).items() if x is not None}, "file")
+    changed = {name: x for name, x in (given | changes).items() if x is not None}
+    check_refused(f"expected {said}", fill, own, changed, "file")
     assert torch.equal(own["w"], part()["w"])
     fill(own, given, "file")
     assert torch.equal(own["w"], given["w"])
@@ -84,9 +83,8 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
     for other, said in (*((str(i), "") for i in range(4)), ("4", "is a pointer of git-lfs"),
                         ("", "Is a directory"), ("none", "No such file"),
                         (ROOT / "models/draft/model.safetensors", "released, name the folder")):
-        with pytest.raises(InputError, match=f"expected a file of a thing .*{said}") as error:
-            load_trained(tmp_path / other, "a thing", LLAMA, None)
-        assert "\n" not in str(error.value)
+        check_refused(f"expected a file of a thing .*{said}", load_trained, tmp_path / other,
+                      "a thing", LLAMA, None)
 
 
 # ---------------------------------------------------------------- files that trainings leave
@@ -147,40 +145,33 @@ def test_a_part_is_loaded_as_it_was_saved_in_the_type_of_its_model(line, trained
             assert all(torch.equal(x, tensors[name]) for name, x in found.items())
 
 
-@pytest.mark.parametrize("line, tokens", [
-    ("survey.eagle train", 4), ("bita train --P 3 --M 2", 16)])
-def test_a_part_for_a_model_of_few_tokens_is_loaded_by_it(line, tokens, tmp_path):
-    model = tiny("llama", vocab_size=tokens)
-    PARTS[line](run(line, tmp_path, model, [[2, 3], [3, 2, 1], [1, 3]], steps=1), model)
-
-
 @ROW
 def test_a_file_that_does_not_fit_is_refused(line, trained, tmp_path):
     """It may be of another model or kind, hold a number that is not finite, or have a header that
     lacks a field."""
-    path, model, (header, tensors) = tmp_path / "part", make_llama(), read(trained(line))
-
-    def refuse(said: str, path=path, model=model) -> None:
-        with pytest.raises(InputError, match=said):
-            PARTS[line](path, model)
-    refuse("for this model, got .*: .*it was made for another model", trained(line),
-           deep("llama", 3, seed=1))
+    load, path, model = PARTS[line], tmp_path / "part", make_llama()
+    header, tensors = read(trained(line))
+    check_refused("for this model, got .*: .*it was made for another model", load, trained(line),
+                  deep("llama", 3, seed=1))
     other = next(x for x in PARTS if read(trained(x))[0]["kind"] != header["kind"])
-    refuse(f"expected a file of {header['kind']} .*: .*it is one of ", trained(other))
+    expected = f"expected a file of {header['kind']} .*"
+    check_refused(f"{expected}: .*it is one of ", load, trained(other), model)
     name = max(tensors.keys() - {"model"})
     broken = tensors | {name: torch.full_like(tensors[name], torch.nan)}
     save_file(broken, path, {"part": json.dumps(header)})
-    refuse("expected finite floating-point numbers, got|numbers that are not finite")
+    said = "expected finite floating-point numbers, got|numbers that are not finite"
+    check_refused(said, load, path, model)
     for name in header.keys() - OPTIONAL:
         others = {key: x for key, x in header.items() if key != name}
         save_file(tensors, path, {"part": json.dumps(others)})
-        refuse(f"expected a file of .*: (it has no|KeyError:) '{name}'")
+        check_refused(f"{expected}: (it has no|KeyError:) '{name}'", load, path, model)
 
 
 # ------------------------------------------------------------------------------ measured facts
 
 def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
-    """Also where embeddings are so small that four decimals would be all zeros."""
+    """Also where embeddings are so small that four decimals would be all zeros. Facts that cannot
+    be used are refused in one line."""
     models = {"target": tiny("llama", seed=3), "draft": tiny("llama", seed=4)}
     models["target"].get_input_embeddings().weight.data *= 1e-6
     path = tmp_path / "new" / "facts.json"
@@ -188,18 +179,13 @@ def test_measured_facts_are_kept_with_the_models_they_are_of(tmp_path):
     path.write_text(path.read_text(), encoding="utf-8-sig")  # as an editor of Windows does
     assert load_facts(path, models, "rates", lambda facts: facts["rates"]) == [0.5, 0.25]
     for name in models:
-        with pytest.raises(InputError, match=f"expected rates, got .*another {name}"):
-            load_facts(path, models | {name: LLAMA}, "rates", lambda facts: facts["rates"])
-
-
-def test_facts_that_cannot_be_used_are_refused_in_one_line(tmp_path):
-    path = tmp_path / "facts.json"
-    for text in (b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"model": 1}', b"[" * 99999, b"{}"):
+        others = models | {name: LLAMA}
+        check_refused(f"rates, got .*another {name}", load_facts, path, others, "rates", dict)
+    for text in (b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"target": 1}', b"[" * 99999, b"{}"):
         path.write_bytes(text)
-        with pytest.raises(InputError, match="expected good facts, got .*facts.json': .*") as error:
-            load_facts(path, {"model": LLAMA}, "good facts", lambda facts: facts)
-        assert "\n" not in str(error.value)
-    assert str(error.value).endswith(": it has no 'model'")
+        said = "it has no 'target'$" if text == b"{}" else ".*"
+        check_refused(f"expected good facts, got .*facts.json': {said}", load_facts, path, models,
+                      "good facts", dict)
 
 
 @pytest.mark.parametrize("bias, dtype", [(False, torch.float32), (True, torch.bfloat16)])

@@ -1,6 +1,6 @@
-"""Heads in the forms that others have released. KINDS is the table. The passes of each kind are its
-released formula, written out here, for the embedded target; and a head that would be misread is
-refused."""
+"""Heads in the forms that others have released. KINDS is the table. The passes of each kind are
+its released formula, written out here, for the embedded target. The layouts of DFlash are those of
+a small target. A head that would be misread is refused."""
 import functools
 import json
 from pathlib import Path
@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from cli.run import doubt_head
-from common import InputError, autoregressive
-from heads import attend, check_refused, draw, norm, write
-from helpers import tokens_of
+from families import tiny
+from heads import attend, norm
+from helpers import CLOSE, check_refused, note_calls, take
 from support.engine import EngineLM
 from support.released import is_head, read_files, some_weights
-from support.trees import best_tree
-from survey import eagle, eagle3, medusa
+from survey import dflash, eagle, eagle3, medusa
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
 WIDTH, V, D = 256, 1536, 512  # of the embedded target, and how many tokens some heads can guess
@@ -30,12 +29,17 @@ MEDUSA = {"base_model_name_or_path": "x", "medusa_num_heads": 2, "medusa_num_lay
 
 # --------------------------------------------------------------------------- the written formulas
 
-def run_layer(w: dict, layer: str, x: torch.Tensor, residual: torch.Tensor, config: dict):
-    """Compute a layer whose attention reads x and adds its output to `residual`."""
-    x = residual + attend(w, f"{layer}self_attn.", x, config)
+def run_layer(w: dict, layer: str, x: torch.Tensor, residual: torch.Tensor, config: dict,
+              *more) -> torch.Tensor:
+    """Compute a layer whose attention reads x and adds its output to `residual`.
+
+    more   further arguments of `attend`
+    """
+    x = residual + attend(w, f"{layer}self_attn.", x, config, *more)
     y = norm(x, w[f"{layer}post_attention_layernorm.weight"])
     gate, up = (y @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x + (getattr(F, config["hidden_act"])(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
+    act = getattr(F, config.get("hidden_act", "silu"))
+    return x + (act(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
 
 
 def eagle_step(w: dict, e: torch.Tensor, f: torch.Tensor, config: dict, head) -> tuple:
@@ -63,14 +67,34 @@ def fuse(w: dict, taps: torch.Tensor) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------- random heads
 
-def layer_shapes(prefix: str, reads: int, kv: int = 2, biases: str = "") -> dict:
+def draw(shapes: dict, seed: int = 0) -> dict:
+    """Draw tensors: matrices that keep the size of what they read, and norms near 1."""
+    rng = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=rng) / shape[-1] ** 0.5 if len(shape) == 2 else
+            (0.0 if name.endswith("bias") else 1.0) + 0.3 * torch.randn(shape, generator=rng)
+            for name, shape in shapes.items()}
+
+
+def write(folder: Path, config: dict, tensors: dict, file: str = "model.safetensors") -> str:
+    """Write a head as others release it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")  # as Windows does
+    if file.endswith("safetensors"):
+        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return str(folder)
+
+
+def layer_shapes(prefix: str, reads: int, kv: int = 2, biases: str = "", width: int = WIDTH,
+                 head: int = WIDTH // 4, mlp: int = 96) -> dict:
     """Return the shapes of a layer of 4 heads, whose queries, keys and values read so much."""
-    rows = dict(q=WIDTH, k=kv * WIDTH // 4, v=kv * WIDTH // 4, o=WIDTH)
-    names = {f"self_attn.{x}_proj.weight": (n, WIDTH if x == "o" else reads)
+    rows = dict(q=4 * head, k=kv * head, v=kv * head, o=width)
+    names = {f"self_attn.{x}_proj.weight": (n, 4 * head if x == "o" else reads)
              for x, n in rows.items()}
     names |= {f"self_attn.{x}_proj.bias": (rows[x],) for x in biases}
-    names |= {f"mlp.{x}_proj.weight": (96, WIDTH) for x in ("gate", "up")}
-    names |= {"mlp.down_proj.weight": (WIDTH, 96), "post_attention_layernorm.weight": (WIDTH,)}
+    names |= {f"mlp.{x}_proj.weight": (mlp, width) for x in ("gate", "up")}
+    names |= {"mlp.down_proj.weight": (width, mlp), "post_attention_layernorm.weight": (width,)}
     return {prefix + name: shape for name, shape in names.items()}
 
 
@@ -100,12 +124,10 @@ def medusa_tensors(K: int = 3, own: bool = True) -> dict:
 
 KINDS = {  # `taps` are the places that are read in transformers' `output_hidden_states`. EAGLE-3
     # reads 2, L/2 and L - 3 of L = 12 layers.
-    "eagle": SimpleNamespace(module=eagle, load=eagle.load_draft, config=GROUPS,
-                             tensors=eagle_tensors, step=eagle_step, taps=(12,)),
-    "eagle3": SimpleNamespace(module=eagle3, load=eagle3.load_draft, config=GROUPS,
-                              tensors=eagle3_tensors, step=eagle3_step, taps=(2, 6, 9)),
-    "medusa": SimpleNamespace(module=medusa, config=MEDUSA, tensors=medusa_tensors,
-                              load=lambda path, model: medusa.load_heads(path, "medusa", model))}
+    "eagle": SimpleNamespace(load=eagle.load_draft, config=GROUPS, tensors=eagle_tensors,
+                             step=eagle_step, taps=(12,)),
+    "eagle3": SimpleNamespace(load=eagle3.load_draft, config=GROUPS, tensors=eagle3_tensors,
+                              step=eagle3_step, taps=(2, 6, 9))}
 
 
 # ------------------------------------------------------------------------- the passes of a head
@@ -127,7 +149,8 @@ close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
-    """On a chain of rows, and on a drafted row, which reads what the chain made."""
+    """On a chain of rows, and on a drafted row, which reads what the chain made. The head is told
+    from other heads, even if a half type rounded its numbers."""
     kind, config, how = HEADS[name]
     model, w = embedded[0], KINDS[kind].tensors(**how)
     file = "pytorch_model.bin" if name in ("Vicuna's", "yuhuili's") else "model.safetensors"
@@ -151,6 +174,8 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
     close(lm.forward(draft.join(*eagle.Pairs(lm.features[-1:], [7]))), expected[-1:])
     close(lm.features, b[-1:])
     assert draft.vocab.tolist() == [*range(0, V, V // len(draft.vocab))]
+    for scale in (1.01, 1.1):
+        assert is_head([x * scale for x in some_weights(draft)], draft) == (scale < 1.05)
     assert draft.config.max_position_embeddings == model.config.max_position_embeddings
 
 
@@ -159,64 +184,176 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
     ("model.safetensors", True, True)], ids=["Medusa-1", "version 2", "Medusa-2"])
 def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own, whole):
     """Of a file with five heads, whose configuration says two, as the released ones do. Medusa-2
-    has its heads in the files of a whole model."""
+    has its heads in the files of a whole model. Heads of Hydra are not read."""
     model, w = embedded[0], medusa_tensors(5, own)
     given = w
     if whole:
         given = {name: x.clone() for name, x in model.state_dict().items()}
         given |= {f"medusa_head.{name}": x for name, x in w.items()}
-    heads = KINDS["medusa"].load(write(tmp_path, MEDUSA, given, file), model).requires_grad_(False)
-    target, guesses = EngineLM(model, 1500), []  # the last rows of the LM head stand for no token
-    target.start(TEXT)
-    f = target.features[-1:]
+    heads = medusa.load_heads(write(tmp_path, MEDUSA, given, file), "medusa", model)
+    f = torch.randn(2, WIDTH)
     for k in range(5):
         x = f + F.silu(f @ w[f"{k}.0.linear.weight"].T + w[f"{k}.0.linear.bias"])
         logits = x @ (w[f"{k}.1.weight"] if own else model.get_output_embeddings().weight).T
         close(heads.lm_head_of(k + 1)(heads(k + 1, f, None)), logits)
-        guesses.append(logits[0, :1500].topk(10).indices.tolist())
-    tree = best_tree([[0.5, 0.3, 0.1]] * 5, 64)
-    ids = medusa.fill_tree(heads, target, f, 9, tree)
-    assert ids == [9] + [guesses[node.depth - 1][node.rank] for node in tree[1:]] and heads.K == 5
+    assert heads.K == 5
+    check_refused("--heads must be medusa for released heads, got hydra", medusa.load_heads,
+                  tmp_path, "hydra", model)
 
 
-# -------------------------------------------------------------------------- decoding with a head
+# ------------------------------------------------------------------------- a block of DFlash
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_head_decodes(tmp_path, embedded, name):
-    """It begins with few guesses. It is also told from other heads, even if a half type rounded its
-    numbers."""
-    kind, (model, *_), log = KINDS[name], embedded, []
-    method = vars(kind.module)[name]
-    target, adapter = EngineLM(model), write(tmp_path / "head", kind.config, kind.tensors())
-    expected = tokens_of(autoregressive(target, TEXT), 16)
-    assert tokens_of(method(target, TEXT, adapter=adapter, log=log), 16) == expected
-    assert 0 < log[0]["guessed"] < 20
-    next(method(target, TEXT, adapter=adapter, nodes=7, log=log))
-    assert log[-1]["guessed"] == 6
-    [part] = [x for key, x in target.memo.items() if adapter in key[1]]
-    for scale in (1.01, 1.1):
-        assert is_head([x * scale for x in some_weights(part)], part) == (scale < 1.05)
+MODEL = tiny("llama", num_hidden_layers=3)
+FLAT = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 10,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "rope_theta": 5e4,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}
+INSIDE = {"target_layer_ids": [1, 0], "mask_token_id": 60}
+SCALES = {"input_embedding_scale": 0.7, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+RELEASED = FLAT | SCALES | {"use_sliding_window": True, "block_size": 4, "dflash_config": INSIDE}
+MARKOV = {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True}
+SPEC = FLAT | {
+    "architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "target_layer_ids": [-1, 1],
+    "mask_token_id": 60, "block_size": 4, "num_target_layers": 3, "markov_rank": 0,
+    "layer_types": ["full_attention"] * 2, "sliding_window": None, "use_sliding_window": False}
+OTHERS = {"block_size": 4, "mask_token_id": 60, "aux_hidden_state_layer_ids": [1, 2],
+          "speculators_model_type": "dspark", "architectures": ["DSparkDraftModel"],
+          "transformer_layer_config": FLAT | {"use_sliding_window": True, "model_type": "qwen3"}}
+ALL, BACK, NEAR = (-99, 99), (0, 99), (0, 3)  # how many places before its own a row sees
+LAYOUTS = {  # a config.json, the hidden states that are read, what rows of both layers see, and
+    # the first row that guesses
+    "z-lab": (RELEASED, (2, 1), ALL, NEAR, 1),
+    "no window": (RELEASED | {"use_sliding_window": None}, (2, 1), ALL, BACK, 1),
+    "no kinds": (RELEASED | {"layer_types": None, "max_window_layers": 1}, (2, 1), ALL, NEAR, 1),
+    "neither": (RELEASED | {"layer_types": None, "max_window_layers": 1, "sliding_window": None},
+                (2, 1), ALL, ALL, 1),
+    "causal": (RELEASED | {"dflash_config": INSIDE | {"causal": True}}, (2, 1), BACK, NEAR, 1),
+    "not causal": (RELEASED | {"is_causal": False}, (2, 1), ALL, (-2, 3), 1),
+    "anchor first": (RELEASED | {"sample_from_anchor": True}, (2, 1), ALL, NEAR, 0),
+    "DeepSpec's DSpark": (SPEC | MARKOV, (0, 2), ALL, ALL, 0),
+    "DeepSpec's DFlash": (SPEC, (0, 2), ALL, ALL, 0),
+    "speculators' DFlash": (OTHERS | {"sliding_window_non_causal": True}, (1, 2), ALL, (-2, 3), 1),
+    "speculators' DSpark": (OTHERS | MARKOV | {"sample_from_anchor": True}, (1, 2), ALL, NEAR, 0),
+    "Llama's layers": (OTHERS | {"sliding_window": 3, "transformer_layer_config": FLAT | {
+        "model_type": "llama", "sliding_window": None}}, (1, 2), ALL, NEAR, 1)}
+SHAPES = {"fc.weight": (32, 64), "hidden_norm.weight": (32,), "norm.weight": (32,)}
+for layer in "layers.0.", "layers.1.":
+    SHAPES |= layer_shapes(layer, 32, width=32, head=10, mlp=24)
+    SHAPES |= {f"{layer}self_attn.{x}_norm.weight": (10,) for x in "qk"}
+    SHAPES[f"{layer}input_layernorm.weight"] = (32,)
+
+
+def draw_tensors(config: dict = RELEASED) -> dict[str, torch.Tensor]:
+    """Draw exactly the tensors that a layout has. Larger ones would make attention so sharp that
+    rounding moves the logits by 1e-4."""
+    shapes, rows = SHAPES, 20 * ("speculators_model_type" in config)
+    if config.get("markov_rank"):
+        shapes = shapes | {
+            "confidence_head.proj.weight": (1, 40), "confidence_head.proj.bias": (1,),
+            "markov_head.markov_w1.weight": (61, 8),
+            "markov_head.markov_w2.weight": (rows or 61, 8)}
+    w = draw(shapes)
+    if "num_anchors" in config or rows:
+        w["embed_tokens.weight"] = MODEL.get_input_embeddings().weight.detach().clone()
+        w["lm_head.weight"] = MODEL.get_output_embeddings().weight.detach().clone()
+    if rows:  # every second token has a row
+        w |= {"lm_head.weight": w["lm_head.weight"][:2 * rows:2].clone(), "d2t": torch.arange(rows),
+              "t2d": torch.arange(61) % 2 == 0, "verifier_norm.weight": torch.ones(32)}
+    return w
+
+
+BLOCKS = SimpleNamespace(config=RELEASED, tensors=draw_tensors, load=dflash.load_draft)
+
+
+def guess_by_formula(w: dict, text: list[int], config: dict, taps: tuple, *sees, first: int):
+    """Compute the logits of a block after a text, by the released form's equations. The Markov
+    head reads the last token in each row."""
+    hidden = MODEL(torch.tensor([text]), output_hidden_states=True).hidden_states
+    c = norm(torch.cat([hidden[i][0, :-1] for i in taps], -1) @ w["fc.weight"].T,
+             w["hidden_norm.weight"])
+    table = w.get("embed_tokens.weight", MODEL.get_input_embeddings().weight)
+    x = config.get("input_embedding_scale", 1.0) * table[[text[-1], 60, 60, 60]]
+    for i, span in enumerate(sees):
+        y = norm(x, w[f"layers.{i}.input_layernorm.weight"])
+        x = run_layer(w, f"layers.{i}.", y, x, FLAT, c, span)
+    head = w.get("lm_head.weight", MODEL.get_output_embeddings().weight)
+    z = norm(x, w["norm.weight"])[first:] @ head.T
+    if "output_multiplier" in config:
+        z = 2 * (0.5 * z / 2).tanh()
+    if "markov_head.markov_w1.weight" in w:
+        z = z + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][text[-1]]
+    return z
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_released_draft_guesses_what_its_formula_says(tmp_path, monkeypatch, name):
+    """The guesses are compared after each round of a text. The last 11 rows are no tokens. Only
+    tables that are not the target's are kept. Rows stand for the tokens that d2t lists."""
+    config, *form, first = LAYOUTS[name]
+    w, seen = draw_tensors(config), note_calls(monkeypatch, dflash, "grow_block")
+    trained = name == "DeepSpec's DFlash"
+    for table in ("embed_tokens", "lm_head") if trained else ():
+        w[f"{table}.weight"] += 0.1 * torch.randn(61, 32)
+    adapter, text = write(tmp_path, config, w), [3, 1, 4, 1, 5]
+    for chunk in take(dflash.dflash(EngineLM(MODEL, 50), text, adapter=adapter, nodes=4), 6):
+        draft, z, root, nodes = seen.pop(0)
+        z = draft.add_markov(z, torch.tensor([root]))
+        expected = guess_by_formula(w, text, config, *form, first=first)[:, :50]
+        torch.testing.assert_close(z, expected, **CLOSE)
+        assert (root, nodes, draft.B) == (text[-1], 4, 5 - first)
+        text = text + chunk
+    assert (draft.embed is MODEL.get_input_embeddings()) == (not trained)
+    assert (draft.head is MODEL.get_output_embeddings()) == (len(z[0]) == 50 and not trained)
+    assert torch.equal(draft.vocab, w.get("d2t", torch.zeros(61, dtype=int))
+                       + torch.arange(len(draft.vocab)))
 
 
 # -------------------------------------------------------------------------- what is not accepted
 
 OTHER = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(5))
-REFUSED = [  # a kind, what its head has instead, in its tensors or its configuration, the message
-    ("eagle", {"fc.weight": None}, "be an EAGLE head, got .*, a file without a head that is known"),
-    ("eagle", {"0.0.linear.weight": OTHER}, "be an EAGLE head, got .*, Medusa heads"),
-    ("eagle3", {"midlayer.hidden_norm.weight": None}, "be an EAGLE-3 head, got .*, an EAGLE head"),
-    ("eagle", {"layers.0.input_layernorm.weight": OTHER}, "got .* with {'layers.0.input_layern"),
-    ("eagle", {"hidden_size": 128}, "features of 128 numbers, as the layer has, got 256 and 256"),
-    ("eagle", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type default, linear, llama3"),
-    ("eagle", {"num_attention_heads": 3}, "config.json describes a layer, got .*: .* multiple"),
-    ("eagle", {"embed_tokens.weight": OTHER}, "which is for another"),
-    ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "layer_ids"),
-    ("eagle3", {"d2t": torch.full((D,), V)}, "must be a head for 1536 tokens")]
+REFUSED = {  # kind: what its head has instead, in tensors or configuration, and the message
+    "eagle": [
+        ({"fc.weight": None}, "be an EAGLE head, got .*, a file without a head that is known"),
+        ({"0.0.linear.weight": OTHER}, "be an EAGLE head, got .*, Medusa heads"),
+        ({"layers.0.input_layernorm.weight": OTHER}, "got .* with {'layers.0.input_layern"),
+        ({"hidden_size": 128}, "features of 128 numbers, as the layer has, got 256 and 256"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type default, linear, llama3"),
+        ({"num_attention_heads": 3}, "config.json describes a layer, got .*: .* multiple"),
+        ({"embed_tokens.weight": OTHER}, "which is for another")],
+    "eagle3": [
+        ({"midlayer.hidden_norm.weight": None}, "be an EAGLE-3 head, got .*, an EAGLE head"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "layer_ids"),
+        ({"d2t": torch.full((D,), V)}, "must be a head for 1536 tokens")],
+    "dflash": [
+        ({"hidden_size": 64}, "hidden states of 64 numbers, as its own are, got"),
+        ({"dflash_config": INSIDE | {"target_layer_ids": [1]}}, "expected tensors {'fc.we"),
+        ({"dflash_config": INSIDE | {"target_layer_ids": [1, 3]}}, "different layers below 3"),
+        ({"dflash_config": INSIDE | {"target_layer_ids": [1, 1]}}, "different layers below 3"),
+        ({"aux_hidden_state_layer_ids": [1, 3]}, "different layers below 2, got"),
+        ({"dflash_config": {"target_layer_ids": [1, 2]}}, "it has no 'mask_token_id'"),
+        ({"dflash_config": INSIDE | {"mask_token_id": 61}}, "is a token below 61, got 61"),
+        ({"dflash_config": INSIDE | {"mask_token_id": "<mask>"}}, "a token below 61, got '<mask>'"),
+        ({"block_size": 0}, "block_size above 1, got 0"), ({"block_size": 1}, "above 1, got 1"),
+        ({"block_size": "8"}, "block_size above 1, got '8'"),
+        ({"num_target_layers": 36}, "for a model of 3 layers, got 36"),
+        ({"use_swa": True}, r"not known here, got \['use_swa'\]"),
+        ({"d2t": torch.full((20,), 61)}, "a head for 61 tokens"),
+        ({"embed_tokens.weight": torch.ones(60, 32)}, "expected tensors {'embed_tokens.w.*61,"),
+        ({"candidate_selector.hidden_projection.weight": torch.ones(2)}, ", a DFlash 2 draft"),
+        ({"prefix_gru.weight_ih_l0": torch.ones(2)}, "got .*, a Domino draft"),
+        ({"markov_head.gate_proj.weight": torch.ones(2)}, "Markov head reads more than a token"),
+        ({"fc.weight_scale": torch.ones(32)}, "with {'fc.weight_scale'"),
+        ({"hidden_norm.weight": None}, "be a DFlash draft, got .*, an EAGLE head")]}
 
 
-@pytest.mark.parametrize("name, changes, said", REFUSED, ids=[f"{x[0]}: {x[2]}" for x in REFUSED])
+@pytest.mark.parametrize("name, changes, said", [
+    (name, *row) for name, rows in REFUSED.items() for row in rows])
 def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, changes, said):
-    check_refused(tmp_path, KINDS[name], embedded[0], changes, said)
+    kind, model = (BLOCKS, MODEL) if name == "dflash" else (KINDS[name], embedded[0])
+    config, tensors = dict(kind.config), kind.tensors()
+    for key, value in changes.items():
+        (tensors if value is None or torch.is_tensor(value) else config)[key] = value
+    tensors = {key: x for key, x in tensors.items() if x is not None}
+    check_refused(said, kind.load, write(tmp_path, config, tensors), model)
 
 
 def test_a_head_is_doubted_by_a_text_that_varies():
@@ -226,11 +363,6 @@ def test_a_head_is_doubted_by_a_text_that_varies():
     assert doubt_head([5] * 30, log) == doubt_head([5, 6, 7] * 10, log) == ""
 
 
-def test_heads_of_hydra_are_not_read(embedded):
-    with pytest.raises(InputError, match="--heads must be medusa for released heads, got hydra"):
-        medusa.load_heads("x", "hydra", embedded[0])
-
-
 def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monkeypatch):
     """Each file that is missing is named. A head in parts is read whole, and a pickled one may hold
     tensors alone."""
@@ -238,8 +370,7 @@ def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monke
     config, index = (tmp_path / x for x in ("config.json", "model.safetensors.index.json"))
 
     def refuse(said: str) -> None:
-        with pytest.raises(InputError, match=f"{expected} .*: {said}"):
-            eagle3.load_draft(tmp_path, embedded[0])
+        check_refused(f"{expected} .*: {said}", eagle3.load_draft, tmp_path, embedded[0])
     refuse("there is no config.json$")
     config.write_text("{}")
     refuse("there is no model.safetensors or .* or medusa_lm_head.pt$")
@@ -254,5 +385,4 @@ def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monke
     torch.save({"fc.weight": Path("x")}, tmp_path / "pytorch_model.bin")
     refuse("Weights only load failed")
     monkeypatch.setattr("support.released.cached_file", None)  # which asks the hub
-    with pytest.raises(InputError, match="No such file"):
-        eagle3.load_draft("gone.safetensors", embedded[0])
+    check_refused("No such file", eagle3.load_draft, "gone.safetensors", embedded[0])

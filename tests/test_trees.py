@@ -35,8 +35,9 @@ TREE = [-1, 0, 0, 0, 2, 2, 4]  # the root has three guesses, node 2 two, and nod
 
 def test_how_often_guesses_are_right_by_hand():
     """The path is 0, 2, 4: of the root rank 1 was right, of node 2 rank 0, and of node 4 none. The
-    second round rejects all guesses of the root, and a node without guesses says nothing."""
-    learnt = Acceptance(0.6)
+    second round rejects all guesses of the root, and a node without guesses says nothing. Guesses
+    that a draft left out are wrong, but a node from which it grew nothing has none."""
+    learnt, pruned = Acceptance(0.6), Acceptance(0.6)
     assert learnt.rates()[:3] == pytest.approx([0.6, 0.1, 0.05])
     learnt.learn(TREE, [0, 2, 4])
     learnt.learn([-1, 0, 0], [0])
@@ -44,14 +45,9 @@ def test_how_often_guesses_are_right_by_hand():
     tried = [TRIALS + 4, TRIALS + 3, TRIALS + 1, TRIALS]
     hits = [0.6 * TRIALS + 1, 0.1 * TRIALS + 1, 0.05 * TRIALS, 0.025 * TRIALS]
     assert learnt.rates()[:4] == pytest.approx([x / n for x, n in zip(hits, tried)])
-
-
-def test_guesses_that_a_draft_left_out_are_wrong():
-    """A node from which the draft grew nothing has none."""
-    learnt = Acceptance(0.6)
-    learnt.learn(TREE, [0, 2, 5], pruned=True)
-    assert learnt.rates()[1] == pytest.approx((0.1 * TRIALS + 2) / (TRIALS + 2))
-    assert learnt.rates()[2] == pytest.approx(0.05 * TRIALS / (TRIALS + 2))
+    pruned.learn(TREE, [0, 2, 5], pruned=True)
+    assert pruned.rates()[1] == pytest.approx((0.1 * TRIALS + 2) / (TRIALS + 2))
+    assert pruned.rates()[2] == pytest.approx(0.05 * TRIALS / (TRIALS + 2))
 
 
 def test_no_rank_is_likelier_than_the_one_before():
