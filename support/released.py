@@ -260,15 +260,31 @@ def read_dflash(config: dict, model) -> Form:
     """
     settings = config | (config.get("dflash_config") or {})
     if "aux_hidden_state_layer_ids" in settings:
-        # Layers of another kind than Qwen3's have windows in speculators without saying so.
-        windows = settings.get("model_type") != "qwen3"
-        return make_form({"use_sliding_window": windows} | settings, model,
-                         settings["aux_hidden_state_layer_ids"])
-    # z-lab and DeepSpec list the layers whose outputs are read.
+        return read_speculators(settings, model)
+    if "DSpark" in str(settings.get("architectures")):
+        return read_deepspec(settings, model)
+    return read_zlab(settings, model)
+
+
+def read_zlab(settings: dict, model) -> Form:
+    """Read z-lab's layout, whose layers are those whose outputs are read."""
+    return make_form(settings, model, [1 + i for i in settings["target_layer_ids"]])
+
+
+def read_deepspec(settings: dict, model) -> Form:
+    """Read DeepSpec's layout, in which the root's row guesses, too."""
     listed = [1 + i for i in settings["target_layer_ids"]]
-    if "DSpark" in str(settings.get("architectures")):  # DeepSpec, where the root's row guesses
-        settings = {"sample_from_anchor": True} | settings
-    return make_form(settings, model, listed)
+    return make_form({"sample_from_anchor": True} | settings, model, listed)
+
+
+def read_speculators(settings: dict, model) -> Form:
+    """Read the layout of speculators, whose layers are those whose inputs are read.
+
+    Its layers of another kind than Qwen3's have windows without saying so.
+    """
+    windows = settings.get("model_type") != "qwen3"
+    return make_form({"use_sliding_window": windows} | settings, model,
+                     settings["aux_hidden_state_layer_ids"])
 
 
 def make_form(settings: dict, model, listed: list[int]) -> Form:
@@ -340,18 +356,22 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
                 another model
     """
     table = draft.lm.get_input_embeddings().weight
-    own = take_own(draft.lm.get_input_embeddings(), tensors, "embed_tokens.weight", path,
-                   width=draft.config.hidden_size)
-    fill(parameters, tensors, path)
-    draft.lm.set_input_embeddings(own)
-    # Embeddings of another width than the target's cannot be compared with them.
-    require(own.weight.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
-            "a head for this model", f"{path!r}, which is for another")
+    if "embed_tokens.weight" in tensors:
+        empty = table.new_empty(len(table), draft.config.hidden_size)
+        own = torch.nn.Embedding.from_pretrained(empty)
+        fill(parameters | {"embed_tokens.weight": own.weight}, tensors, path)
+        if not torch.equal(own.weight, table):
+            draft.lm.set_input_embeddings(own)
+        # Embeddings of another width than the target's cannot be compared with them.
+        require(empty.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
+                "a head for this model", f"{path!r}, which is for another")
+    else:
+        fill(parameters, tensors, path)
     return match_type(draft, model)
 
 
 def take_own(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, path: str,
-             rows: int = 0, width: int = 0) -> torch.nn.Module:
+             rows: int = 0) -> torch.nn.Module:
     """Take an LM head or embeddings out of a head's tensors, and use them if they are others.
 
     module   the target's
@@ -359,7 +379,6 @@ def take_own(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: st
     name     the name of the table among them
     path     the head's, for messages
     rows     how many rows its table has. 0: as many as the target's
-    width    how many numbers a row of its table has. 0: as many as the target's
     returns  the target's module if the head has no table or the same one, and otherwise a module
              with the head's. InputError if that table is damaged or of another shape
     """
@@ -368,8 +387,7 @@ def take_own(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: st
     if rows == len(table) and torch.equal(given.to(table), table):
         return module
     own = share_weights(module)
-    empty = table.new_empty(rows, width or table.shape[1])
-    own.weight = torch.nn.Parameter(empty, requires_grad=False)
+    own.weight = torch.nn.Parameter(table.new_empty(rows, table.shape[1]), requires_grad=False)
     fill({name: own.weight}, {name: given}, path)
     return own
 
