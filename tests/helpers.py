@@ -15,6 +15,7 @@ from multiprocessing import get_context
 
 import torch
 
+import common
 from cli.commands import main as run_command_line
 from cli.main import run_script
 from cli.run import count_guesses
@@ -49,6 +50,14 @@ def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
     try:
         return run_script(
             lambda: run_command_line(argv, methods=methods, report=report, **table))
+    except SystemExit as end:
+        return end.code
+
+
+def run_small(file, argv: list[str]) -> int:
+    """Run the command line of common.py for a method file, a module; return the exit status."""
+    try:
+        return common.main(argv=argv, **file.COMMAND_LINE) or 0
     except SystemExit as end:
         return end.code
 

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ import jacobi
 import speculative as speculative_file
 from cli.run import Run
 from common import (CachedLM, InputError, Sampler, autoregressive, context_length, eos_ids,
-                    greedy, main, trie, until, walk)
+                    greedy, trie, until, walk)
 from fake_models import path_to
 from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, VOCAB, tiny
-from helpers import CLOSE, ROOT, interrupting, tokens_of
+from helpers import CLOSE, ROOT, interrupting, run_small, tokens_of
 from laws import chi_square_ok
 from speculative import speculative
 from support.engine import EngineLM
@@ -141,11 +142,7 @@ def small(models, embedded, monkeypatch, capsys, tmp_path):
     def small(*argv, file=speculative_file):
         capsys.readouterr()
         roles = ["--target", models[1], *["--draft", str(tmp_path)] * (file is speculative_file)]
-        try:
-            status = main(argv=[*roles, *argv], **file.COMMAND_LINE)
-        except SystemExit as end:
-            status = end.code
-        return status or 0, *capsys.readouterr()
+        return run_small(file, [*roles, *argv]) or 0, *capsys.readouterr()
     return small
 
 
@@ -197,21 +194,15 @@ def test_the_small_command_line_holds_a_conversation(small, monkeypatch, embedde
     tokenizer = copy.deepcopy(embedded[2])
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"
     monkeypatch.setattr(common, "load", lambda *_: (embedded[0], tokenizer))
+    asked, yes = [], tokenizer.encode("yes")
+
+    def say(target: CachedLM, prompt, *, sample=greedy, log=None):
+        asked.append(tokenizer.decode(prompt))
+        yield yes
     for end in "", EOFError():
-        lines = iter(["Tom", "and Mia", end])
-        asked = []
-
-        def read(_):
-            line = next(lines)
-            if isinstance(line, EOFError):
-                raise line
-            return line
-
-        def say(target: CachedLM, prompt, *, sample=greedy, log=None):
-            asked.append(tokenizer.decode(prompt))
-            yield tokenizer.encode("yes")
-        monkeypatch.setattr("builtins.input", read)
-        argv = ["--chat", "--max-new-tokens", str(len(tokenizer.encode("yes")))]
+        asked.clear()
+        monkeypatch.setattr("builtins.input", Mock(side_effect=["Tom", "and Mia", end]))
+        argv = ["--chat", "--max-new-tokens", str(len(yes))]
         status, out, _ = small(*argv, file=SimpleNamespace(COMMAND_LINE={"methods": [say]}))
         assert (status, out) == (0, "yesyes")
         assert asked == ["uTom|", "uTom|ayes|uand Mia|"]

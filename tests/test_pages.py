@@ -8,8 +8,7 @@ import pytest
 
 from bench import METHODS
 from cli.__main__ import list_files
-from common import main
-from helpers import ROOT, script
+from helpers import ROOT, run_small, script
 from sources import (FILES, SIX, code_lines, copied_with, find_functions, name_of, path_of,
                      written)
 
@@ -74,14 +73,6 @@ def commands_of(text: str) -> list[list[str]]:
     return found
 
 
-def small_main(name: str, words: list[str]) -> int:
-    """Run the command line of common.py for one of the six files; return the status."""
-    try:
-        return main(argv=words, **importlib.import_module(name).COMMAND_LINE) or 0
-    except SystemExit as end:
-        return end.code
-
-
 def problem_of(command: list[str], capsys) -> str:
     """Return what is wrong with a command, by its script's own parser, which stops it then.
 
@@ -105,7 +96,7 @@ def problem_of(command: list[str], capsys) -> str:
         words[i + 1] = str(ROOT / "models/examples.jsonl")
     rows = [words[i + 1].split()[0] for i, word in enumerate(words) if word == "--row"]
     if name in SIX and not rich:
-        status = small_main(name, words)
+        status = run_small(importlib.import_module(name), words)
     else:
         status = script(re.sub(r"^(models|results|tests)\.", "", name), *words)
     said = capsys.readouterr().err
