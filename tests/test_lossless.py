@@ -53,7 +53,7 @@ from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from methods import (END, LOSSY, METHODS, PROMPT, Line, autoregressive_text, chunks_of,
                      play_rounds)
 from naive import KnowingLM, NaiveLM
-from sources import find_functions, list_files
+from sources import FILES, functions_of
 from support.engine import EngineLM
 from support.graphs import GraphedLM
 from support.trees import RANKS, TRIALS, Acceptance
@@ -117,11 +117,8 @@ def list_rows() -> list[tuple[str, str]]:
 
 def test_every_method_has_a_line():
     """A method that is in no table here could accept every guess, and no test would notice."""
-    files = [file for file in list_files(".", "survey", "hybrid") if find_functions(file)]
-    every = {f"{file.removesuffix('.py').replace('/', '.')}.{method}" for file in files
-             for method in find_functions(file)}
-    lines = [line(model_of("llama")).method for line in (METHODS | LOSSY).values()]
-    missing = every - {f"{method.__module__}.{method.__name__}" for method in lines}
+    every = {method for name in FILES for method in functions_of(name)[0]}
+    missing = every - {line(model_of("llama")).method for line in (METHODS | LOSSY).values()}
     assert missing == set(), (f"{missing}: add a line to METHODS of tests/methods.py, or to LOSSY. "
                               "survey/README.md, \"A new method\", has all steps")
 
