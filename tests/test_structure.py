@@ -14,7 +14,7 @@ import pytest
 from cli.commands import is_training
 from cli.options import read_options
 from families import near, tiny
-from helpers import fork, forget_project, main
+from helpers import fork, forget_project, main, status_of
 from mutants import list_written
 from sources import (FILES, SIX, code_lines, copied_with, functions_of, list_files, name_of, needs,
                      path_of, read, written)
@@ -103,10 +103,7 @@ def run_copy(folder, text: str, models: list[str]) -> int:
         usual += ["--draft", models[1]]
     for argv in lines_of(folder.name, text):
         sys.argv = [f"{folder.name}.py", *argv, *([] if "--target" in argv else usual)]
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, (sys.argv, end.code)
+        assert not status_of(lambda: runpy.run_path(sys.argv[0], run_name="__main__") and 0)
     return 0
 
 
