@@ -357,6 +357,8 @@ speculative --device cuda:99
 speculative --prompt text --chat
 speculative --chat enable_thinking=false
 speculative --draft a --draft b
+jacobi --chat --compare
+jacobi --chat --tune
 mjsd --method mjgd --temperature 1
 bita --tree oak
 survey.masks tune --data {odd}/pairs --prompts models/examples.jsonl

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
                          read_prompts, read_texts, split_texts)
 from common import InputError
-from helpers import ROOT, main, script
+from helpers import ROOT, main
 from jacobi import jacobi
 
 TALK = [{"role": "user", "content": "Tom has 3"}, {"role": "assistant", "content": " apples"}]
@@ -223,8 +223,3 @@ def test_a_conversation_goes_on_with_all_that_was_said(end, embedded, monkeypatc
     assert capsys.readouterr().out == f"{first}\n{second}\n"
     read = [rows for rows, logits, _ in run.models["target"].passes if logits == 0]
     assert sum(read) < len(run.prompts[1])  # each prompt by itself would be more
-
-
-@pytest.mark.parametrize("options", [["--compare"], ["--tune"]])
-def test_a_conversation_has_nothing_to_compare(options):
-    assert script("jacobi", "--chat", *options) == 2
