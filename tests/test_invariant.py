@@ -14,6 +14,7 @@ from common import CachedLM, InputError, autoregressive
 from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED,
                       tiny)
 from fake_cuda import FakeCuda
+from fake_models import path_to
 from helpers import tokens_of
 from methods import METHODS, chunks_of
 from support import invariant, packed
@@ -84,9 +85,7 @@ def check_trees(lm: CachedLM, seed: str, nodes: tuple[int, int] = (1, 64)) -> No
         lm.start(context)
         tree = lm.forward(ids, parents)
         for node in {0, rng.randrange(n)}:
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
+            path = path_to(node, parents)
             alone.start(context[:-1])
             for token in context[-1:] + [ids[node] for node in path]:
                 logits = alone.forward([token])
@@ -159,18 +158,14 @@ def model_of(dtype: torch.dtype, changed: bool = True):
     return make_invariant(model) if changed else model
 
 
-def line_of(name: str, model):
-    """Make the line of a method for a model, whose trained parts are of the model's type."""
+def texts_of(name: str, model) -> tuple[list[int], list[int]]:
+    """Return a method's text, and the autoregressive one of the model that writes it. Its trained
+    parts are of the model's type."""
     torch.set_default_dtype(model.dtype)
     try:
-        return METHODS[name](model)
+        line = METHODS[name](model)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def texts_of(name: str, model) -> tuple[list[int], list[int]]:
-    """Return a method's text, and the autoregressive one of the model that writes it."""
-    line = line_of(name, model)
     target = kind_for(line.method, EngineLM)(model)
     found = tokens_of(chunks_of(line, target, PROMPT), 40)
     return found, tokens_of(autoregressive(CachedLM(line.text_of or model), PROMPT), 40)
