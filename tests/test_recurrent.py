@@ -19,26 +19,35 @@ LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", RECURRENT)
-def test_states_are_those_of_one_pass(name, monkeypatch):
+@pytest.mark.parametrize("name, changes", [
+    *((name, {}) for name in RECURRENT), ("lfm2", {"conv_L_cache": 1}),
+    ("qwen3.5", {"linear_conv_kernel_dim": 1}), ("granite4", {"mamba_d_conv": 1})])
+def test_states_are_those_of_one_pass(name, changes, monkeypatch):
     """After a prompt in parts, trees, commits and truncates, with tokens that are kept and such
-    that are not."""
-    rng, model = random.Random(0), tiny(name, max_position_embeddings=1000)
+    that are not. Then the text goes back as far as rows are kept, and on by a long pass. Nothing is
+    left of an earlier prompt. A convolution may read one input."""
+    rng, model = random.Random(0), tiny(name, max_position_embeddings=1000, **changes)
     monkeypatch.setattr(CachedLM, "PART", 50)
-    lm, context = RecurrentLM(model), LONG[:130]
-    lm.start(context)
-    for _ in range(40):
-        ids = rng.choices(range(VOCAB), k=9)
-        lm.forward(ids, [rng.randrange(max(-1, i - 3), i) for i in range(9)])
-        path = path_to(rng.randrange(9), lm.parents)
-        lm.commit(path)
-        context = context + [ids[i] for i in path]
-        context = context[:len(context) - rng.choice([0, 0, 0, 2])]
-        lm.truncate(len(context))
-    assert len(context) > 130 + 2 * KEEP > lm.cache.kept
-    lm.cache.fold(lm.cache.kept)
-    expected = model(input_ids=torch.tensor([[*context, 5, 6]]), use_cache=False).logits[0, -2:]
-    torch.testing.assert_close(lm.forward([5, 6]), expected, atol=1e-3, rtol=1e-3)
+    lm = RecurrentLM(model)
+    for context in LONG[:130], LONG[90:220]:
+        lm.start(context)
+        for _ in range(40):
+            ids = rng.choices(range(VOCAB), k=9)
+            lm.forward(ids, [rng.randrange(max(-1, i - 3), i) for i in range(9)])
+            path = path_to(rng.randrange(9), lm.parents)
+            lm.commit(path)
+            context = context + [ids[i] for i in path]
+            context = context[:len(context) - rng.choice([0, 0, 0, 2])]
+            lm.truncate(len(context))
+        assert len(context) > 130 + 2 * KEEP > lm.cache.kept
+        lm.truncate(len(context) - KEEP + 1)
+        lm.forward([3, 7])
+        lm.commit([])  # no guess was right, and the root is fed again
+        lm.forward(LONG[60:160])
+        lm.commit(range(100))
+        text = [*context[:1 - KEEP], *LONG[60:160], 5, 6]
+        expected = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -2:]
+        torch.testing.assert_close(lm.forward([5, 6]), expected, atol=1e-3, rtol=1e-3)
 
 
 @torch.inference_mode()
@@ -54,28 +63,6 @@ def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
     thread.start()
     thread.join()
     assert torch.equal(*seen, expected)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name, changes", [
-    *((name, {}) for name in RECURRENT), ("lfm2", {"conv_L_cache": 1}),
-    ("qwen3.5", {"linear_conv_kernel_dim": 1}), ("granite4", {"mamba_d_conv": 1})])
-def test_a_second_prompt_and_one_that_goes_back_far_are_read_as_by_a_fresh_cache(name, changes):
-    """Nothing is left of an earlier long prompt. After going back as far as rows are kept, the
-    states are those of the shorter text. So are those of a convolution that reads one input."""
-    model = tiny(name, max_position_embeddings=1000, **changes)
-    lm = RecurrentLM(model)
-    lm.start(LONG[:200])
-    lm.truncate(lm.length - KEEP + 1)
-    for text in LONG[:lm.length] + LONG[60:160], LONG[90:260]:
-        if text[:1] != LONG[:1]:
-            lm.start([])
-        lm.forward([3, 7])
-        lm.commit([])  # no guess was right, and the root is fed again
-        lm.forward(text[lm.length:])
-        lm.commit(range(len(lm.parents)))
-        expected = model(input_ids=torch.tensor([[*text, 5]]), use_cache=False).logits[0, -1:]
-        torch.testing.assert_close(lm.forward([5]), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["another_tokenizer", "cascade", "online", "ouroboros",
