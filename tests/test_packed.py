@@ -9,16 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Linear
 
-from common import CachedLM, InputError, autoregressive
-from families import FAMILIES, MORE_FAMILIES, OTHERS, near, tiny
-from helpers import tokens_of
-from speculative import speculative
+from common import InputError
+from families import FAMILIES, MORE_FAMILIES, OTHERS, tiny
 from support import packed
 from support.engine import EngineLM
 from support.layers import share_weights, take_layers
-from support.loading import check
-from support.packed import (Blocks, PackedLinear, is_packed, list_types, pack, plain,
-                            unpack)
+from support.packed import Blocks, PackedLinear, is_packed, list_types, pack, plain, unpack
 from support.parts import head_for, match_type
 from support.released import describe_dflash, some_weights
 from survey.dflash import BlockDraft
@@ -273,25 +269,13 @@ def test_a_packed_model_of_any_family_computes_the_same(every_weight, family):
                           atol=1e-5)
 
 
-def test_a_packed_model_decodes_as_before(every_weight):
-    """A view of the model has the model's blocks and none of its own."""
-    model = tiny("llama")
-    ours = check(pack(deepcopy(model)))
-    assert {type(x) for x in ours.modules() if isinstance(x, Linear)} == {PackedLinear}
-    view = share_weights(ours)
-    expected = tokens_of(autoregressive(CachedLM(model), [5, 6, 7]), 40)
-    for other in ours, view:
-        chunks = speculative(CachedLM(other), CachedLM(pack(near(model, 0.03))), [5, 6, 7])
-        assert tokens_of(chunks, 40) == expected
-    heads = [x.get_output_embeddings().weight for x in (ours, view)]
-    assert heads[0] is heads[1]
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_parts_read_the_blocks_of_their_model(every_weight, tied):
-    """A part has the LM head of its model, and moves with its own weights alone."""
+    """So does a view of the model. A part has the LM head of its model, and moves with its own
+    weights alone."""
     model = pack(tiny("llama", tie_word_embeddings=tied))
     blocks = model.lm_head.weight
+    assert share_weights(model).lm_head.weight is blocks
     for make in (EagleLayer, MTPBlock, lambda model: Heads(model, "medusa", 2),
                  lambda model: BlockDraft(model, describe_dflash(model, [0, 1], 60, 1, 3, 4))):
         part = match_type(make(model), model)
