@@ -78,12 +78,10 @@ def saying(chunks: list[list[int]]):
     return said
 
 
-def wrong_from(n: int):
-    """Make a method whose output is wrong from its token n on."""
-    def wrong(target, prompt, *, sample, log=None):
-        for i, [token] in enumerate(autoregressive(target, prompt, sample=sample), 1):
-            yield [token + (i >= n)]
-    return wrong
+def wrong(target, prompt, *, sample, log=None):
+    """Decode by a method whose output is wrong from its third token on."""
+    for i, [token] in enumerate(autoregressive(target, prompt, sample=sample), 1):
+        yield [token + (i >= 3)]
 
 
 # ----------------------------------------------------------------------- what goes where
@@ -174,14 +172,13 @@ def test_compare_reports_the_first_difference(ask, how, expected, monkeypatch):
     is not checked."""
     changed = []
     monkeypatch.setattr("cli.main.make_invariant", lambda *given: changed.append(given))
-    status, _, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "8", *how,
-                         method=wrong_from(3))
+    argv = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "8"]
+    status, _, err = ask(*argv, *how, method=wrong)
     assert re.search(r"output differs at token 3: largest scores [\d.e-]+, [\d.e-]+\n", err)
     assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
     assert ("--invariant" in err) == (status == 0)
     assert changed == [(loaded(TARGET, None, "bfloat16")[0], EngineLM)] * how.count("--invariant")
-    method = wrong_from(3)
-    status, _, err = ask(*ONE, "--compare", "--max-new-tokens", "8", method=method, lossy=[method])
+    status, _, err = ask(*argv, method=wrong, lossy=[wrong])
     assert status == 0 and "outputs may differ" in err
 
 

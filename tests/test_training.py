@@ -230,7 +230,6 @@ def test_ctrl_c_at_any_line(tmp_path):
 
 # ------------------------------------------------------------------------------ every training
 
-EACH = pytest.mark.parametrize("line", TRAININGS)
 DISTINCT = [line for line in TRAININGS if line not in TWINS]
 LOOPED = [line for line in DISTINCT if line not in FLAT]  # by training/loop.py
 
@@ -320,7 +319,7 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
         assert curves[0] != curves[1]
 
 
-@EACH
+@pytest.mark.parametrize("line", TRAININGS)
 def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, capfd):
     """What decodes reads what the training leaves. The line of a loop's first step is printed."""
     (tmp_path / "prompts").write_text("How many cats?\nHow many dogs are there?\n")
