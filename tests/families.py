@@ -16,20 +16,21 @@ import copy
 import itertools
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (AutoConfig, AutoModelForCausalLM, Cohere2Config, CohereConfig,
+                          DeepseekV3Config, Gemma2Config, Gemma3TextConfig, GPT2Config,
+                          GPTNeoXConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig,
+                          OPTConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
+                          StableLmConfig)
 
 from support.loading import check
 
 DEVICE = "cpu"
 VOCAB, CONTEXT = 61, 160
-configure = AutoConfig.for_model
 SPECIAL = dict(bos_token_id=0, eos_token_id=1, pad_token_id=1)
 SMALL = dict(**SPECIAL, vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=4)
-WIDE = dict(**SMALL, hidden_size=32, intermediate_size=48, max_position_embeddings=CONTEXT)
-SHAPE = dict(**WIDE, num_key_value_heads=2)
+SHAPE = dict(**SMALL, hidden_size=32, intermediate_size=48, num_key_value_heads=2,
+             max_position_embeddings=CONTEXT)
 WINDOWS = dict(head_dim=8, sliding_window=9, layer_types=["sliding_attention", "full_attention"])
-GEMMA2 = dict(**SHAPE, **WINDOWS, tie_word_embeddings=False, query_pre_attn_scalar=8)
-GPT = dict(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
 MOE = dict(moe_intermediate_size=16, num_experts_per_tok=2)
 MIXED = ["linear_attention", "full_attention"]
 DELTA = dict(**SHAPE, head_dim=8, layer_types=MIXED, linear_num_value_heads=4,
@@ -40,34 +41,37 @@ MAMBA = dict(mamba_d_state=8, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2, 
 MLA = dict(num_key_value_heads=4, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
            v_head_dim=12)
 RECURRENT = {  # one for each kind of layer with a state
-    "qwen3.5": configure("qwen3_5_text", **DELTA),
-    "granite4": configure("granitemoehybrid", **SHAPE, **MAMBA, layer_types=MIXED,
-                          num_local_experts=0, shared_intermediate_size=32),
-    "lfm2": configure("lfm2", **SHAPE, layer_types=["conv", "full_attention"], block_ff_dim=64,
-                      conv_L_cache=3)}
+    "qwen3.5": AutoConfig.for_model("qwen3_5_text", **DELTA),
+    "granite4": AutoConfig.for_model("granitemoehybrid", **SHAPE, **MAMBA, layer_types=MIXED,
+                                     num_local_experts=0, shared_intermediate_size=32),
+    "lfm2": AutoConfig.for_model("lfm2", **SHAPE, layer_types=["conv", "full_attention"],
+                                 block_ff_dim=64, conv_L_cache=3)}
 FAMILIES = {
-    "llama": configure("llama", **SHAPE),
-    "gpt2": configure("gpt2", **SPECIAL, **GPT),
-    "opt": configure("opt", **SMALL, hidden_size=32, ffn_dim=48, max_position_embeddings=CONTEXT,
+    "llama": LlamaConfig(**SHAPE),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4,
+                       **SPECIAL),
+    "opt": OPTConfig(**SMALL, hidden_size=32, ffn_dim=48, max_position_embeddings=CONTEXT,
                      word_embed_proj_dim=32, tie_word_embeddings=False),
-    "qwen2": configure("qwen2", **SHAPE),
-    "qwen2-window": configure("qwen2", **SHAPE, use_sliding_window=True, sliding_window=9,
-                              max_window_layers=1),
-    "qwen3": configure("qwen3", **SHAPE, head_dim=8),
-    "neox": configure("gpt_neox", **WIDE),
-    "mistral": configure("mistral", **SHAPE, head_dim=8, sliding_window=9),
-    "gemma3": configure("gemma3_text", **SHAPE, **WINDOWS, tie_word_embeddings=False)}
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2-window": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=9,
+                                max_window_layers=1),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "neox": GPTNeoXConfig(**SMALL, hidden_size=32, intermediate_size=48,
+                          max_position_embeddings=CONTEXT),
+    "mistral": MistralConfig(**SHAPE, head_dim=8, sliding_window=9),
+    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOWS, tie_word_embeddings=False)}
 MORE_FAMILIES = {  # whose attention is peculiar: for the tests of trees
-    "gemma2": configure("gemma2", **GEMMA2),
-    "phi3": configure("phi3", **SHAPE, sliding_window=9),
-    "stablelm": configure("stablelm", **SHAPE),
-    "gpt-oss": configure("gpt_oss", **SHAPE, **WINDOWS, num_local_experts=4,
-                         num_experts_per_tok=2),
-    "deepseek-v3": configure("deepseek_v3", **SHAPE | MLA, **MOE, n_group=1, topk_group=1,
-                             n_routed_experts=4, first_k_dense_replace=1, q_lora_rank=16),
-    "cohere2": configure("cohere2", **SHAPE, **WINDOWS),
-    "qwen3-moe": configure("qwen3_moe", **SHAPE, **MOE, head_dim=8, num_experts=4),
+    "gemma2": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False, query_pre_attn_scalar=8),
+    "phi3": Phi3Config(**SHAPE, sliding_window=9),
+    "stablelm": StableLmConfig(**SHAPE),
+    "gpt-oss": GptOssConfig(**SHAPE, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek-v3": DeepseekV3Config(**SHAPE | MLA, **MOE, n_group=1,
+                                    topk_group=1, n_routed_experts=4, first_k_dense_replace=1,
+                                    q_lora_rank=16),
+    "cohere2": Cohere2Config(**SHAPE, **WINDOWS),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **MOE, head_dim=8, num_experts=4),
     **RECURRENT}
+GPT = dict(vocab_size=VOCAB, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
 OTHERS = dict(  # their settings
     qwen3_next=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
     qwen3_5_moe_text=DELTA | MOE | dict(num_experts=4, shared_expert_intermediate_size=16),
@@ -90,24 +94,30 @@ OTHERS = dict(  # their settings
     codegen=SPECIAL | GPT | dict(rotary_dim=4),
     xglm=SPECIAL | dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4,
                         max_position_embeddings=CONTEXT, tie_word_embeddings=False),
-    biogpt=WIDE | dict(tie_word_embeddings=False),
+    biogpt=SMALL | dict(hidden_size=32, intermediate_size=48, max_position_embeddings=CONTEXT,
+                        tie_word_embeddings=False),
     falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT),
 )
-OTHERS = {name.replace("_", "-"): configure(name, **x) for name, x in OTHERS.items()}
-TABLE = SHAPE | WINDOWS | dict(num_hidden_layers=4, pad_token_id=0, hidden_size_per_layer_input=8,
-                               vocab_size_per_layer_input=VOCAB,
-                               layer_types=2 * WINDOWS["layer_types"])
-GEMMA3N = dict(**TABLE, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4)
+OTHERS = {name.replace("_", "-"): AutoConfig.for_model(name, **settings)
+          for name, settings in OTHERS.items()}
+TABLE = dict(**SHAPE | dict(num_hidden_layers=4, pad_token_id=0), hidden_size_per_layer_input=8,
+             vocab_size_per_layer_input=VOCAB, **WINDOWS | dict(layer_types=2 * WINDOWS[
+                 "layer_types"]))
 LOOKUPS = {  # the third one and the last share keys, and the heads of the fourth are of two sizes
-    "gemma4": configure("gemma4_text", **TABLE, global_head_dim=8),
-    "gemma3n": configure("gemma3n_text", **GEMMA3N, num_kv_shared_layers=0),
-    "gemma4-shared": configure("gemma4_text", **TABLE, global_head_dim=8, num_kv_shared_layers=2),
-    "gemma4-sizes": configure("gemma4_text", **TABLE, global_head_dim=16),
-    "gemma3n-shared": configure("gemma3n_text", **GEMMA3N, num_kv_shared_layers=2)}
+    "gemma4": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=8),
+    "gemma3n": AutoConfig.for_model("gemma3n_text", **TABLE, laurel_rank=8, num_kv_shared_layers=0,
+                                    activation_sparsity_pattern=[0.0] * 4),
+    "gemma4-shared": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=8,
+                                          num_kv_shared_layers=2),
+    "gemma4-sizes": AutoConfig.for_model("gemma4_text", **TABLE, global_head_dim=16),
+    "gemma3n-shared": AutoConfig.for_model("gemma3n_text", **TABLE, laurel_rank=8,
+                                           num_kv_shared_layers=2,
+                                           activation_sparsity_pattern=[0.0] * 4)}
 SCALED = {  # whose logits are not what the LM head says
-    "granite": configure("granite", **SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
-    "cohere": configure("cohere", **SHAPE, logit_scale=0.25),
-    "gemma2-capped": configure("gemma2", **GEMMA2, final_logit_softcapping=4.0)}
+    "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=3.0),
+    "cohere": CohereConfig(**SHAPE, logit_scale=0.25),
+    "gemma2-capped": Gemma2Config(**SHAPE, **WINDOWS, tie_word_embeddings=False,
+                                  query_pre_attn_scalar=8, final_logit_softcapping=4.0)}
 
 MADE = {}  # all models that `tiny` has made, each with torch's random state after that
 
