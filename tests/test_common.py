@@ -11,9 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig
-from transformers.generation.logits_process import (MinPLogitsWarper, TemperatureLogitsWarper,
-                                                    TopKLogitsWarper, TopPLogitsWarper)
+from transformers import (AutoModelForCausalLM, BloomConfig, MambaConfig, MinPLogitsWarper,
+                          MptConfig, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 import common
 import jacobi
@@ -72,7 +71,8 @@ def grow(lm, rng, context: list[int], ids: list[int]) -> None:
     """Add random nodes to the pending tree `ids`; check their logits and features against those of
     their paths.
 
-    They are fed as tokens or embeddings, as a chain or not, with the LM head on some or on all.
+    They are fed as tokens or embeddings, as a chain or not, with the LM head on some or on all. The
+    place of what a row predicts is how many tokens come before.
     """
     n, old = rng.randint(1, 9), len(ids)
     parents, deep = None, rng.random()
@@ -88,6 +88,7 @@ def grow(lm, rng, context: list[int], ids: list[int]) -> None:
     assert logits.shape == (n if keep is None else keep, VOCAB)
     assert lm.parents[old:] == list(range(old - 1, old + n - 1) if parents is None else parents)
     texts = [context + [ids[j] for j in path_to(i, lm.parents)] for i in range(old, old + n)]
+    assert lm.places == [len(text) for text in texts[n - len(logits):]]
     expected, features = alone(lm.model, *texts)
     close = LOOSE if getattr(lm, "recurrent", False) else CLOSE
     torch.testing.assert_close(logits, expected[n - len(logits):], **close)
@@ -328,13 +329,10 @@ def test_a_draft_serves_targets_of_several_sizes():
     (0.5, 20, 0.9, 0.1), (2.0, 1, 0.3, 0.0), (1.0, 99, 0.05, 0.0), (1.0, 3, 0.6, 0.0)])
 def test_probs_equal_transformers_warpers(temperature, top_k, top_p, min_p):
     logits = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(None, expected)
-    if min_p > 0:
-        expected = MinPLogitsWarper(min_p)(None, expected)
+    expected = logits
+    for warp in (TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k or 40),
+                 TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
+        expected = warp(None, expected)
     sample = Sampler(temperature, top_k, top_p, min_p)
     torch.testing.assert_close(sample.probs(logits), expected.softmax(-1), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(sample.probs(logits[3]), expected[3].softmax(-1))  # [V] alone
@@ -373,16 +371,6 @@ def test_samples_have_their_distribution():
         assert chi_square_ok(counts, expected) and counts[expected == 0].sum() == 0
     texts = {str(Sampler(seed=seed)(torch.zeros(9, 99), range(9))) for seed in (-2, -1, 0, 2 ** 32)}
     assert len(texts) == 4
-
-
-def test_a_place_is_how_many_tokens_come_before():
-    """Of the tree of common.py's header, after a context of 2 tokens. Siblings share it."""
-    lm = CachedLM(tiny("llama"))
-    lm.start([7, 8])
-    lm.forward([1, 2, 3, 4, 5, 6], [-1, 0, 1, 2, 0, 4])
-    assert lm.places == [3, 4, 5, 6, 4, 5]
-    lm.forward([9, 9, 9], [0, 3, 5], keep=2)
-    assert lm.places == [7, 6]
 
 
 # ------------------------------------------------------------------------------------ decoding
