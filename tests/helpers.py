@@ -1,5 +1,5 @@
-"""Helpers that many test files use: the first tokens of a method, a command line, and a call that
-Ctrl-C stops.
+"""Helpers that many test files use: the first tokens of a method, a command line, a call that is
+refused, and one that Ctrl-C stops.
 
 Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
 import ast
@@ -14,13 +14,14 @@ import sys
 from multiprocessing import get_context
 from unittest.mock import patch
 
+import pytest
 import torch
 
 import common
 from cli.commands import main as run_command_line
 from cli.main import run_script
 from cli.run import count_guesses
-from common import until
+from common import InputError, until
 from sources import ROOT
 from support.loading import load
 
@@ -43,6 +44,13 @@ def note_calls(monkeypatch, place, name: str) -> list[tuple]:
     given, act = [], getattr(place, name)
     monkeypatch.setattr(place, name, lambda *args, **how: given.append(args) or act(*args, **how))
     return given
+
+
+def check_refused(said: str, act, *args, **how) -> None:
+    """Call act(*args, **how), which must raise an InputError of one line with this pattern."""
+    with pytest.raises(InputError, match=said) as error:
+        act(*args, **how)
+    assert "\n" not in str(error.value)
 
 
 def status_of(act) -> int | None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from support.loading import load_checked
 from cli.trace import make_page
 from common import InputError
-from helpers import ROOT, interrupting
+from helpers import ROOT, check_refused, interrupting
 from support.files import PAGE, check_result, write_text, write_whole
 from support.released import read_head
 
@@ -32,8 +32,7 @@ def test_nothing_that_is_there_is_replaced(text, taken, tmp_path):
             found.append(begins)
     assert found == taken and file.read_text() == text
     for place, said in (tmp_path, "Is a directory"), (file / "x", "nothing can be written into"):
-        with pytest.raises(InputError, match=f"a new place for --out, got .*{said}"):
-            check_result("out", place)
+        check_refused(f"a new place for --out, got .*{said}", check_result, "out", place)
 
 
 def write_folder(fresh) -> None:
@@ -102,10 +101,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
     monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read)
     for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
-        with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
-            act()
+        check_refused("no such directory, got 'nope/model': no network$", act)
     for path in str(ROOT / "models/target"), "nope/model":
-        with pytest.raises(InputError, match="not here$"):
-            load_checked(path, None, None)
+        check_refused("not here$", load_checked, path, None, None)
         monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
     assert len(asked) == 2 and max(asked) < 10

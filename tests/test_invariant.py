@@ -10,12 +10,12 @@ from torch.nn import SiLU
 
 import families
 from cli.run import kind_for
-from common import CachedLM, InputError, autoregressive
+from common import CachedLM, autoregressive
 from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED,
                       tiny)
 from fake_cuda import FakeCuda
 from fake_models import path_to
-from helpers import tokens_of
+from helpers import check_refused, tokens_of
 from methods import METHODS, chunks_of
 from support import invariant, packed
 from support.engine import EngineLM
@@ -52,15 +52,13 @@ def test_a_model_whose_rows_depend_on_others_is_refused():
     model = tiny("llama")
     model.model.layers[0].register_forward_hook(
         lambda layer, args, output: output * (1 + 1e-6 * (output.shape[1] > SIZE)))
-    with pytest.raises(InputError, match="^--invariant needs trees with the bits of [^\n]*$"):
-        make_invariant(model)
+    check_refused("^--invariant needs trees with the bits of [^\n]*$", make_invariant, model)
 
 
 def test_a_model_that_would_compute_something_else_is_refused(monkeypatch):
     """Such as one whose attention has an argument that this attention does not know."""
     monkeypatch.setattr(invariant, "run_double", lambda layer, x: x)
-    with pytest.raises(InputError, match="^--invariant changes the logits of Llama"):
-        make_invariant(tiny("llama"))
+    check_refused("^--invariant changes the logits of Llama", make_invariant, tiny("llama"))
 
 
 def test_a_short_context_limits_the_proof():
@@ -98,8 +96,7 @@ def check_trees(lm: CachedLM, seed: str, nodes: tuple[int, int] = (1, 64)) -> No
 def test_trees_have_the_bits_of_their_paths(family, dtype):
     model = tiny(family).to(dtype)
     if family in REFUSED:
-        with pytest.raises(InputError, match="^--invariant needs layers that attend by [^\n]*$"):
-            make_invariant(model)
+        check_refused("^--invariant needs layers that attend by [^\n]*$", make_invariant, model)
         return
     check_trees(EngineLM(make_invariant(model)), f"{family} {dtype}")
 

@@ -11,6 +11,7 @@ from torch.nn import Linear
 
 from common import InputError
 from families import FAMILIES, MORE_FAMILIES, OTHERS, tiny
+from helpers import check_refused
 from support import packed
 from support.engine import EngineLM
 from support.layers import share_weights, take_layers
@@ -281,8 +282,7 @@ def test_parts_read_the_blocks_of_their_model(every_weight, tied):
         part = match_type(make(model), model)
         assert is_packed(part) and type(blocks) is Blocks and model.lm_head.weight is blocks
         assert any(x is model.lm_head for x in part.modules())
-    with pytest.raises(InputError, match="unpack the model first"):
-        model.double()
+    check_refused("unpack the model first", model.double)
 
 
 def test_what_is_made_of_a_packed_model(every_weight):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
                          read_prompts, read_texts, split_texts)
 from common import InputError
-from helpers import ROOT, main
+from helpers import ROOT, check_refused, main
 from jacobi import jacobi
 
 TALK = [{"role": "user", "content": "Tom has 3"}, {"role": "assistant", "content": " apples"}]
@@ -114,8 +114,7 @@ def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
     with pytest.raises(InputError, match=said) as refused:
         encode_prompts(embedded[0], chat, ["Mia has 3 apples."], {})
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 450
-    with pytest.raises(InputError, match="some text, got ''$"):
-        encode_prompts(embedded[0], chat, [""], {})
+    check_refused("some text, got ''$", encode_prompts, embedded[0], chat, [""], {})
 
 
 def test_a_template_that_takes_a_prompt(embedded, chat):

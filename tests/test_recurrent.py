@@ -7,10 +7,10 @@ from threading import Thread
 import pytest
 import torch
 
-from common import CachedLM, InputError, autoregressive
+from common import CachedLM, autoregressive
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
-from helpers import note_calls, tokens_of
+from helpers import check_refused, note_calls, tokens_of
 from methods import METHODS, chunks_of
 from support.engine import EngineLM
 from support.recurrent import KEEP, RecurrentCache, RecurrentLM, running
@@ -96,5 +96,4 @@ def test_a_text_is_read_anew_once_if_the_states_have_gone_too_far(monkeypatch):
     lm.forward(lm.weight[[7] * 108].detach())
     lm.commit(range(108))
     lm.cache.fold(100)
-    with pytest.raises(InputError, match="that was fed tokens, got embeddings"):
-        lm.truncate(21)
+    check_refused("that was fed tokens, got embeddings", lm.truncate, 21)
