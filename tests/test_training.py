@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from common import InputError, autoregressive
 from fake_cuda import FakeCuda
 from families import FAMILIES, SCALED, tiny
-from helpers import check_refused, interrupting, script, tokens_of
+from helpers import check_refused, interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
 from survey.masks import guess_answers
 from training import loop as training
@@ -240,23 +240,18 @@ def read_result(out) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("line", LOOPED)
 def test_a_training_that_ctrl_c_stopped_goes_on(line, tmp_path, monkeypatch):
-    """It leaves what one leaves that was never stopped; a third run only loads what is there."""
-    made, backward, results, counts = [], torch.Tensor.backward, [], []
-    update = Training.update
-
-    def note(training, loss_of) -> float:
-        loss = update(training, loss_of)
-        made.append(training.done)
-        return loss
-    monkeypatch.setattr(Training, "update", note)
+    """It leaves what one leaves that was never stopped; a third run only loads what is there. Of
+    the run that is stopped two updates are kept, since the third one has begun only."""
+    begun, backward = note_calls(monkeypatch, Training, "update"), torch.Tensor.backward
+    results, counts = [], []
     for name, stops in ("whole", False), ("half", True), ("half", False), ("half", False):
-        made.clear()
+        begun.clear()
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             if stops:
                 patch.setattr(torch.Tensor, "backward", interrupting(backward, 3))
             results.append(read_result(run(line, tmp_path / name, make_llama())))
-        counts.append(len(made))
-    assert counts == [4, 2, 2, 0] and results[0] == results[1] == results[2] != {}
+        counts.append(len(begun))
+    assert counts == [4, 3, 2, 0] and results[0] == results[1] == results[2] != {}
 
 
 @pytest.mark.parametrize("line", LOOPED)
