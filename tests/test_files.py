@@ -1,6 +1,7 @@
 """Results are written whole or not at all, and take the place of no file of the user's."""
 import os
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,19 +91,13 @@ def test_what_is_written_has_the_mode_of_a_new_file_or_that_of_the_one_it_replac
 def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
     """It is asked for seconds, not for a minute, and only where nothing of the model or of the
     released head lies here."""
-    asked = []
-
-    def ask(self, url, timeout):
-        asked.append(timeout)
-        raise OSError("no\n network")
-
-    def read(path, **_):
-        raise OSError("not here")
-    monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read)
+    session = Mock(**{"head.side_effect": OSError("no\n network")})
+    monkeypatch.setattr("support.files.hub.get_session", lambda: session)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained",
+                        Mock(side_effect=OSError("not here")))
     for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
         check_refused("no such directory, got 'nope/model': no network$", act)
     for path in str(ROOT / "models/target"), "nope/model":
         check_refused("not here$", load_checked, path, None, None)
         monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
-    assert len(asked) == 2 and max(asked) < 10
+    assert [call.kwargs["timeout"] < 10 for call in session.mock_calls] == [True, True]

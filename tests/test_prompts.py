@@ -209,13 +209,9 @@ def test_a_conversation_goes_on_with_all_that_was_said(end, embedded, monkeypatc
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }} {% endfor %}"
     monkeypatch.setattr("support.loading.load", lambda *_: (embedded[0], tokenizer))
     monkeypatch.setattr("builtins.input", Mock(side_effect=["Tom", "and Mia", end]))
-    runs = []
-
-    def report(run) -> str:
-        runs.append(run)
-        return ""
+    report = Mock(return_value="")
     assert main([jacobi], report, ["--chat", "--max-new-tokens", "5", "--no-pack"]) == 0
-    [run] = runs
+    [[run], _] = report.call_args
     one, two = map(tokenizer.decode, run.prompts)
     first, second = (tokenizer.decode(x, skip_special_tokens=True) for x in run.outputs)
     assert (one, two) == ("uTom ", f"uTom a{first} uand Mia ")
