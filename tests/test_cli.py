@@ -8,8 +8,8 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 from argparse import ArgumentTypeError, Namespace
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from logging import getLogger
 from pathlib import Path
@@ -29,7 +29,7 @@ from cli.run import Run
 from cllm import cllm
 from common import CachedLM, InputError, autoregressive, greedy
 from fake_models import counting
-from helpers import ROOT, fork, loaded, main, script, take, tokens_of
+from helpers import ROOT, check_refused, fork, loaded, main, script, take, tokens_of
 from jacobi import jacobi, lookahead, prompt_lookup
 from mjsd import mjgd, mjsd
 from ouroboros import ouroboros
@@ -499,15 +499,12 @@ def test_a_command_line_that_python_calls_leaves_the_process_as_it_is(heed, monk
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     getLogger("transformers").setLevel("INFO")
     logging.enable_progress_bar()
-    before, statuses = read_shared(), []
+    before, call = read_shared(), partial(call_command_line, methods=[speculative])
     argv = [*ONE, "--max-new-tokens", "2", "--gamma"]
-    thread = threading.Thread(
-        target=lambda: statuses.append(call_command_line([*argv, "3"], methods=[speculative])))
-    thread.start()
-    thread.join()
-    with pytest.raises(InputError, match="--gamma must be 1 or more"):
-        call_command_line([*argv, "0"], methods=[speculative])
-    assert statuses == [0] and read_shared() == before
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(call, [*argv, "3"]).result() == 0
+    check_refused("--gamma must be 1 or more", call, [*argv, "0"])
+    assert read_shared() == before
 
 
 @pytest.mark.parametrize("terminal, printed", [(False, "é漢\n".encode()), (True, b"??\n")])

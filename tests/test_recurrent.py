@@ -2,7 +2,7 @@
 
 That trees equal their paths is in test_common.py, and every method's text in test_lossless.py."""
 import random
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -53,19 +53,16 @@ def test_states_are_those_of_one_pass(name, changes, monkeypatch):
             lm.commit([])
 
 
-@torch.inference_mode()
 def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
-    model, ids, seen = tiny("qwen3.5"), torch.tensor([LONG[:50]]), []
-    expected = model(input_ids=ids, use_cache=False).logits
+    model, ids = tiny("qwen3.5"), torch.tensor([LONG[:50]])
 
-    def other() -> None:
-        with torch.inference_mode():
-            seen.append(model(input_ids=ids, use_cache=False).logits)
+    @torch.inference_mode()
+    def run() -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False).logits
+    expected = run()
     monkeypatch.setattr(running, "cache", RecurrentCache(model))
-    thread = Thread(target=other)
-    thread.start()
-    thread.join()
-    assert torch.equal(*seen, expected)
+    with ThreadPoolExecutor(1) as thread:
+        assert torch.equal(thread.submit(run).result(), expected)
 
 
 @pytest.mark.parametrize("name", ["another_tokenizer", "cascade", "online", "ouroboros",
