@@ -515,11 +515,8 @@ def test_a_script_can_print_every_character_and_ends_by_its_mistakes(terminal, p
     out.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdout", out)
     assert run_script(lambda: print("é漢")) == 0 and out.buffer.getvalue() == printed
-
-    def fail():
-        raise RuntimeError("a mistake of this project")
     with pytest.raises(RuntimeError):
-        run_script(fail)
+        run_script(Mock(side_effect=RuntimeError("a mistake of this project")))
 
 
 @pytest.mark.parametrize("n, tuned, number", [

@@ -196,12 +196,8 @@ def interrupted_at(number: int, act) -> None:
         if event == "line" and next(count) == number:
             raise KeyboardInterrupt
         return trace
-
-    def traced():
-        sys.settrace(trace)
-        act()
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(traced).result()
+    with ThreadPoolExecutor(1, initializer=sys.settrace, initargs=[trace]) as thread:
+        thread.submit(act).result()
 
 
 def test_ctrl_c_at_any_line(tmp_path):
@@ -417,9 +413,8 @@ def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
 @pytest.fixture
 def split(monkeypatch, tmp_path):
     """A function that splits prompts; the model answers each with its first token, four times."""
-    def answer(model, tokenizer, prompts, limit, work):
-        return [p[:1] if p == [7] else p[:1] * 4 for p in prompts]
-    monkeypatch.setattr(training, "collect_answers", answer)
+    monkeypatch.setattr(training, "collect_answers", lambda model, tokenizer, prompts, *_: [
+        p[:1] if p == [7] else p[:1] * 4 for p in prompts])
     model = tiny("llama")
     return lambda prompts, seed=0: prepare_training(model, WORDLESS, prompts, tmp_path / "out",
                                                     None, max_new_tokens=20, seed=seed)[1:]
