@@ -175,8 +175,7 @@ MISTAKES = {  # command lines, and what is said of each
     "numbers, got nan or infinity .* 1e-40$": [speculative_file, *SHORT, "--temperature", "1e-40"],
     "got models/nowhere": [jacobi, *SHORT, "--target", "models/nowhere"],
     "expected a model .* device": [speculative_file, *SHORT, "--device", "nope"],
-    "room for 1 new token or more, got -[0-9]+$": [
-        speculative_file, "--prompt", "apples " * 40],
+    "room for 1 new token or more, got -[0-9]+$": [speculative_file, "--prompt", "apples " * 40],
     "chat_template is not set": [speculative_file, *SHORT, "--chat"],
     "unrecognized arguments: --W 3$": [jacobi, *SHORT, "--W", "3"],
     "invalid choice: 'nope'": [jacobi, "--method", "nope"],

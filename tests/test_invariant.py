@@ -11,8 +11,7 @@ from torch.nn import SiLU
 import families
 from cli.run import kind_for
 from common import CachedLM, autoregressive
-from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED,
-                      tiny)
+from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED, tiny
 from fake_cuda import FakeCuda
 from fake_models import path_to
 from helpers import check_refused, tokens_of

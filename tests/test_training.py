@@ -24,8 +24,7 @@ from training import loop as training
 from training.loop import (Training, answer_all, collect_answers, divergence, find_frequent,
                            prepare_training, read_texts, sample_alike)
 from training.settings import Settings, use_settings
-from trainings import (FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama,
-                       run)
+from trainings import FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
 
 # ------------------------------------------------------------------------------------ the loop

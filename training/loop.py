@@ -322,8 +322,7 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
 
 
 @torch.no_grad()
-def read_texts(model, texts: list[list[int]],
-               taps: list[int] | None = None) -> list[torch.Tensor]:
+def read_texts(model, texts: list[list[int]], taps: list[int] | None = None) -> list[torch.Tensor]:
     """Run a frozen model over texts, and return what is tapped of each in bfloat16, [T, d].
 
     Autocast would round what a float32 model computes, and decoding computes it without autocast.
