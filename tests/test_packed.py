@@ -57,11 +57,6 @@ def every_weight(monkeypatch) -> None:
     monkeypatch.setattr(packed, "LEAST", 0)
 
 
-def test_a_head_of_few_tokens_is_made_of_packed_weights():
-    few, vocab = torch.tensor([7, 0, 3]), plain(layer().weight)
-    assert torch.equal(head_for(pack(layer()), few).weight, vocab[few])
-
-
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_packed_layer_computes_the_same(dtype):
     ours, theirs = pack(layer(dtype=dtype)), layer(dtype=dtype)
@@ -277,13 +272,14 @@ def test_parts_read_the_blocks_of_their_model(every_weight, tied):
 
 
 def test_what_is_made_of_a_packed_model(every_weight):
-    """A head is packed if its model is, and has the same fingerprint. Layers that are taken are the
-    model's, and a merged change of low rank is packed anew."""
+    """A head is packed if its model is, and has the same fingerprint. One of few tokens has their
+    rows. Layers that are taken are the model's, and a merged change of low rank is packed anew."""
     model = tiny("llama")
     ours = pack(deepcopy(model))
     heads = [match_type(layer(), x) for x in (model, ours)]
     assert [type(head) for head in heads] == [Linear, PackedLinear]
     assert some_weights(heads[0]) == some_weights(heads[1])
+    assert torch.equal(head_for(heads[1], torch.tensor([7, 0])).weight, heads[0].weight[[7, 0]])
     taken = [take_layers(x, [1]) for x in (model, ours)]
     for ours_x, x in zip(taken[1].parameters(), taken[0].parameters(), strict=True):
         assert torch.equal(ours_x, x)
