@@ -71,8 +71,8 @@ def grow(lm, rng, context: list[int], ids: list[int]) -> None:
     """Add random nodes to the pending tree `ids`; check their logits and features against those of
     their paths.
 
-    They are fed as tokens or embeddings, as a chain or not, with the LM head on some or on all. The
-    place of what a row predicts is how many tokens come before.
+    They are fed as tokens or embeddings, as a chain or not, with the LM head on some or on all.
+    The place of what a row predicts is how many tokens come before.
     """
     n, old = rng.randint(1, 9), len(ids)
     parents, deep = None, rng.random()

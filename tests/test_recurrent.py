@@ -24,8 +24,8 @@ LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
     ("qwen3.5", {"linear_conv_kernel_dim": 1}), ("granite4", {"mamba_d_conv": 1})])
 def test_states_are_those_of_one_pass(name, changes, monkeypatch):
     """After a prompt in parts, trees, commits and truncates, with tokens that are kept and such
-    that are not. Then the text goes back as far as rows are kept, and on by a long pass. Nothing is
-    left of an earlier prompt. A convolution may read one input."""
+    that are not. Then the text goes back as far as rows are kept, and on by a long pass. Nothing
+    is left of an earlier prompt. A convolution may read one input."""
     rng, model = random.Random(0), tiny(name, max_position_embeddings=1000, **changes)
     monkeypatch.setattr(CachedLM, "PART", 50)
     lm = RecurrentLM(model)
