@@ -114,8 +114,7 @@ class Session:
         target, tokenizer = models["target"]
         self.on_gpu = target.device.type == "cuda"
         self.run_as = EngineLM
-        stateless = not any(map(has_states, self.models.values()))
-        usual = self.on_gpu and table.graphs and stateless
+        usual = self.on_gpu and table.graphs and not any(map(has_states, self.models.values()))
         if usual if args.graphs is None else args.graphs:
             self.run_as = GraphedLM
             for model in self.models.values():

@@ -138,8 +138,7 @@ def find_tokens(lm: EngineLM, ids) -> list[int]:
     """
     if not torch.is_tensor(ids) or ids.ndim == 1:
         return [int(x) for x in ids]
-    embed = lm.model.get_input_embeddings()
-    table = lm.once(embed_all, embed)
+    table = lm.once(embed_all, lm.model.get_input_embeddings())
     same = [(table == row).all(1).nonzero()[:, 0].tolist() for row in ids[:, :TOLD]]
     return [found[0] if found else -1 for found in same]
 

@@ -317,8 +317,7 @@ class Bench:
         model.times = []
 
         def note(*_) -> None:
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
+            torch.get_device_module(model.device).synchronize()
             model.times.append(time.perf_counter())
         model.register_forward_pre_hook(note)
         model.register_forward_hook(note)
@@ -342,8 +341,7 @@ class Bench:
         for _ in range(5):
             began = time.perf_counter()
             y.copy_(x)
-            if x.is_cuda:
-                torch.cuda.synchronize()
+            torch.get_device_module(x.device).synchronize()
             copies.append(time.perf_counter() - began)
         return sum(read) / seconds / (2 * x.nbytes / min(copies))
 

@@ -155,8 +155,7 @@ class EngineLM(RecurrentLM):
             self.fed = []
         began = time.perf_counter()
         logits = super().forward(ids, parents, **options)
-        if logits.is_cuda:
-            torch.cuda.synchronize()
+        torch.get_device_module(logits.device).synchronize()
         self.passes.append((len(ids), len(logits), time.perf_counter() - began))
         self.fed.append(self.features)
         return logits

@@ -157,12 +157,9 @@ def list_types() -> set[torch.dtype]:
     x86 = platform.machine() in ("x86_64", "AMD64")
     if not (torch.backends.mkldnn.is_available() and known and x86):
         return set()
-    types = {torch.float32}
-    if OPS._is_mkldnn_bf16_supported():
-        types.add(torch.bfloat16)
-    if OPS._is_mkldnn_fp16_supported():
-        types.add(torch.float16)
-    return types
+    supported = {torch.float32: True, torch.bfloat16: OPS._is_mkldnn_bf16_supported(),
+                 torch.float16: OPS._is_mkldnn_fp16_supported()}
+    return {dtype for dtype, can_be_packed in supported.items() if can_be_packed}
 
 
 def pack(model: torch.nn.Module) -> torch.nn.Module:

@@ -12,10 +12,12 @@ import os
 import signal
 import sys
 from multiprocessing import get_context
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import common
 from cli.commands import main as run_command_line
 from cli.main import run_script
 from cli.run import count_guesses
@@ -51,14 +53,30 @@ def note_calls(monkeypatch, place, name: str) -> list[tuple]:
     return given
 
 
-def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
-    """Run the command line of cli/, even if argparse ends the process, and return the exit
-    status."""
+def check_refused(said: str, act, *args, **how) -> None:
+    """Call act(*args, **how), which must raise an InputError of one line with this pattern."""
+    with pytest.raises(InputError, match=said) as error:
+        act(*args, **how)
+    assert "\n" not in str(error.value)
+
+
+def status_of(act) -> int | None:
+    """Return what act() returns, or the exit status with which it would end the process."""
     try:
-        return run_script(
-            lambda: run_command_line(argv, methods=methods, report=report, **table))
+        return act()
     except SystemExit as end:
         return end.code
+
+
+def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
+    """Run the command line of cli/, and return the exit status."""
+    act = functools.partial(run_command_line, argv, methods=methods, report=report, **table)
+    return status_of(lambda: run_script(act))
+
+
+def run_small(file, argv: list[str]) -> int:
+    """Run the command line of common.py for a method file, a module; return the exit status."""
+    return status_of(lambda: common.main(argv=argv, **file.COMMAND_LINE)) or 0
 
 
 def script(name: str, *argv) -> int:
@@ -68,13 +86,8 @@ def script(name: str, *argv) -> int:
     if hasattr(module, "COMMAND_LINE"):
         return main(argv=[*argv], **module.COMMAND_LINE)
     block = ast.Module(ast.parse(inspect.getsource(module)).body[-1].body, [])
-    before, sys.argv = sys.argv, [f"{name}.py", *argv]
-    try:
-        exec(compile(block, name, "exec"), dict(vars(module)))
-    except SystemExit as end:
-        return end.code
-    finally:
-        sys.argv = before
+    with patch.object(sys, "argv", [f"{name}.py", *argv]):
+        return status_of(lambda: exec(compile(block, name, "exec"), dict(vars(module))))
 
 
 def forget_project(folder=ROOT) -> None:

@@ -10,6 +10,7 @@
 A new method joins by one line. What is tested of every line is in test_lossless.py."""
 import copy
 import functools
+from functools import partial
 from typing import Callable, NamedTuple
 
 import torch
@@ -70,14 +71,14 @@ def own_texts(model) -> list[list[int]]:
     return [text, [token if i % 7 else 2 for i, token in enumerate(text)], [0, 1, 2, 0, 1, 1, 0, 2]]
 
 
-def store_of(texts: list[list[int]]) -> rest.Datastore:
-    return rest.Datastore("".join(as_text(text) + BOUNDARY for text in texts))
+def own_store(model) -> rest.Datastore:
+    return rest.Datastore("".join(as_text(text) + BOUNDARY for text in own_texts(model)))
 
 
-def pool_of(texts: list[list[int]]) -> ouroboros.NgramPool:
+def own_pool(model) -> ouroboros.NgramPool:
     """Put all phrases of three tokens into a pool."""
     pool = ouroboros.NgramPool()
-    for text in texts:
+    for text in own_texts(model):
         for phrase in zip(text, text[1:], text[2:]):
             pool.add(phrase)
     return pool
@@ -87,7 +88,7 @@ def trusting(model, part=None, kind: str = "none") -> Callable:
     """Prepare what the hybrid reads: a datastore, trust, and a part's guesses."""
     known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5]},
              "parts": {kind: some_weights(part.requires_grad_())} if part else {}}
-    store = store_of(own_texts(model))
+    store = own_store(model)
     return lambda lm, *_: {(rest.load_datastore, ("store", lm.model)): store,
                            (hybrid.load_trust, ("trust", lm.model)): known,
                            (dflash.load_draft, ("part", lm.model)): part,
@@ -102,98 +103,91 @@ def tuning_of(model, P: int, M: int) -> bita.Tuning:
 
 FILES = dict(datastore="store", trust="trust", adapter="part")
 
+
+def line_of(method: Callable, *noise: float, few: dict | None = None, vocab: int = 3,
+            **options) -> Callable:
+    """Return a function that makes the Line of a model.
+
+    noise     that of each draft, which is the model itself with noise in its weights
+    options   those of the method. A function makes its value of the model
+    """
+    def make(model) -> Line:
+        made = {name: x(model) if callable(x) else x for name, x in options.items()}
+        return Line(method, made, [near(model, x) for x in noise], few, vocab)
+    return make
+
+
+def random_of(kind: type, *how) -> Callable:
+    """Return a function that makes a trained part of a kind for a model, of random weights."""
+    return lambda model: rand(kind(model, *how))
+
+
+def guessing(kind: str, part_of: Callable = lambda model: None) -> Callable:
+    """Return a function that makes a Line of the hybrid, whose heads are of a kind."""
+    return lambda model: Line(hybrid.hybrid, dict(guess=kind, nodes=9, **FILES),
+                              memo=trusting(model, part_of(model), kind))
+
+
+HEADS, HYDRA = random_of(medusa.Heads, "medusa", 3), random_of(medusa.Heads, "hydra", 3)
 METHODS = {
-    "jacobi": lambda model: Line(jacobi.jacobi, dict(n=8)),
-    "lookahead": lambda model: Line(jacobi.lookahead, dict(W=4, N=4, G=4)),
-    "prompt_lookup": lambda model: Line(jacobi.prompt_lookup, dict(N=4, G=4)),
-    "cllm": lambda model: Line(cllm.cllm, dict(n=8)),
-    "speculative": lambda model: Line(
-        speculative.speculative, dict(gamma=4), [near(model, 0.02)], dict(gamma=2)),
-    "speculative, unsure": lambda model: Line(
-        speculative.speculative, dict(gamma=4, confidence=0.3), [near(model, 0.02)],
-        dict(gamma=2, confidence=0.4)),
-    "speculative, block": lambda model: Line(
-        speculative.speculative, dict(gamma=4, verification="block"), [near(model, 0.02)],
-        dict(gamma=2, verification="block")),
-    "specinfer": lambda model: Line(
-        several_drafts.specinfer, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2)),
-    "specinfer, two drafts": lambda model: Line(
-        several_drafts.specinfer, dict(gamma=4, K=2), [near(model, 1.0), near(model, 2.0)],
-        dict(gamma=1, K=2)),
-    "spectr": lambda model: Line(
-        several_drafts.spectr, dict(gamma=4, K=3), [near(model, 0.05)], dict(gamma=1, K=2),
-        vocab=2),
-    "bild, rollback 0": lambda model: Line(
-        lossy.bild, dict(gamma=4, fallback=0.1, rollback=0.0), [near(model, 0.02)]),
-    "specdec, beta 1": lambda model: Line(
-        lossy.specdec, dict(gamma=4, beta=1), [near(model, 0.02)]),
-    "ouroboros": lambda model: Line(
-        ouroboros.ouroboros, dict(gamma=4, W=3, pool=pool_of(own_texts(model))),
-        [near(model, 0.02)]),
-    "bita": lambda model: Line(
-        bita.bita, dict(tree="efficient", k=3, tuning=tuning_of(model, 4, 3))),
-    "bita, full tree": lambda model: Line(
-        bita.bita, dict(tree="full", k=2, tuning=tuning_of(model, 4, 2))),
-    "cascade": lambda model: Line(
-        cascade.cascade, dict(gamma=4, inner=2, tail=2, grams=""),
-        [near(model, 0.02), near(model, 0.05)], dict(gamma=1, inner=1, tail=0), vocab=2),
-    "triforce": lambda model: Line(
-        triforce.triforce, dict(gamma=4, inner=2, budget=6, chunk=2, sinks=2, window=5),
-        [near(model, 0.02)], dict(gamma=1, inner=1, budget=2, sinks=1, window=2), vocab=2),
-    "draft_verify": lambda model: Line(
-        draft_verify.draft_verify,
-        dict(gamma=4, threshold=0.02, skipped={"attention": [1], "mlp": []}), few=dict(gamma=2)),
-    "eagle": lambda model: Line(eagle.eagle, dict(nodes=9, trained=rand(eagle.EagleLayer(model)))),
-    "eagle3": lambda model: Line(eagle3.eagle3, dict(nodes=9, trained=eagle3_layer(model))),
-    "mtp": lambda model: Line(mtp.mtp, dict(nodes=9, trained=rand(mtp.MTPBlock(model)))),
-    "dflash": lambda model: Line(dflash.dflash, dict(nodes=9, trained=block_draft(model))),
-    "medusa": lambda model: Line(
-        medusa.medusa, dict(nodes=9, trained=rand(medusa.Heads(model, "medusa", 3)))),
-    "hydra": lambda model: Line(
-        medusa.medusa, dict(heads="hydra", nodes=9, trained=rand(medusa.Heads(model, "hydra", 3)))),
-    "hybrid, n-grams": lambda model: Line(
-        hybrid.hybrid, dict(guess="none", nodes=9, **FILES), memo=trusting(model)),
-    "hybrid, hydra": lambda model: Line(
-        hybrid.hybrid, dict(guess="hydra", nodes=9, **FILES),
-        memo=trusting(model, rand(medusa.Heads(model, "hydra", 3)), "hydra")),
-    "hybrid, dflash": lambda model: Line(
-        hybrid.hybrid, dict(guess="dflash", nodes=9, **FILES),
-        memo=trusting(model, block_draft(model), "dflash")),
-    "hybrid, mtp": lambda model: Line(
-        hybrid.hybrid, dict(guess="mtp", nodes=9, **FILES),
-        memo=trusting(model, rand(mtp.MTPBlock(model)), "mtp")),
-    "early_exit": lambda model: Line(
-        early_exit.early_exit,
-        dict(gamma=4, threshold=0.2, trained=rand(early_exit.Exit(model, 1))),
-        few=dict(gamma=2, threshold=0.4)),
-    "layerskip": lambda model: Line(
-        layerskip.layerskip, dict(gamma=4, E=1, tuning=""), few=dict(gamma=2)),
-    "pass": lambda model: Line(
-        masks.pass_sampling, dict(L=3, trained=tuning_of(model, 0, 3)), few=dict(L=1)),
+    "jacobi": line_of(jacobi.jacobi, n=8),
+    "lookahead": line_of(jacobi.lookahead, W=4, N=4, G=4),
+    "prompt_lookup": line_of(jacobi.prompt_lookup, N=4, G=4),
+    "cllm": line_of(cllm.cllm, n=8),
+    "speculative": line_of(speculative.speculative, 0.02, gamma=4, few=dict(gamma=2)),
+    "speculative, unsure": line_of(speculative.speculative, 0.02, gamma=4, confidence=0.3,
+                                   few=dict(gamma=2, confidence=0.4)),
+    "speculative, block": line_of(speculative.speculative, 0.02, gamma=4, verification="block",
+                                  few=dict(gamma=2)),
+    "specinfer": line_of(several_drafts.specinfer, 0.05, gamma=4, K=3, few=dict(gamma=1, K=2)),
+    "specinfer, two drafts": line_of(several_drafts.specinfer, 1.0, 2.0, gamma=4, K=2,
+                                     few=dict(gamma=1)),
+    "spectr": line_of(several_drafts.spectr, 0.05, gamma=4, K=3, few=dict(gamma=1, K=2), vocab=2),
+    "bild, rollback 0": line_of(lossy.bild, 0.02, gamma=4, fallback=0.1, rollback=0.0),
+    "specdec, beta 1": line_of(lossy.specdec, 0.02, gamma=4, beta=1),
+    "ouroboros": line_of(ouroboros.ouroboros, 0.02, gamma=4, W=3, pool=own_pool),
+    "bita": line_of(bita.bita, tree="efficient", k=3, tuning=partial(tuning_of, P=4, M=3)),
+    "bita, full tree": line_of(bita.bita, tree="full", k=2, tuning=partial(tuning_of, P=4, M=2)),
+    "cascade": line_of(cascade.cascade, 0.02, 0.05, gamma=4, inner=2, tail=2, grams="",
+                       few=dict(gamma=1, inner=1, tail=0), vocab=2),
+    "triforce": line_of(triforce.triforce, 0.02, gamma=4, inner=2, budget=6, chunk=2, sinks=2,
+                        window=5, vocab=2,
+                        few=dict(gamma=1, inner=1, budget=2, sinks=1, window=2)),
+    "draft_verify": line_of(draft_verify.draft_verify, gamma=4, threshold=0.02,
+                            skipped={"attention": [1], "mlp": []}, few=dict(gamma=2)),
+    "eagle": line_of(eagle.eagle, nodes=9, trained=random_of(eagle.EagleLayer)),
+    "eagle3": line_of(eagle3.eagle3, nodes=9, trained=eagle3_layer),
+    "mtp": line_of(mtp.mtp, nodes=9, trained=random_of(mtp.MTPBlock)),
+    "dflash": line_of(dflash.dflash, nodes=9, trained=block_draft),
+    "medusa": line_of(medusa.medusa, nodes=9, trained=HEADS),
+    "hydra": line_of(medusa.medusa, heads="hydra", nodes=9, trained=HYDRA),
+    "hybrid, n-grams": guessing("none"),
+    "hybrid, hydra": guessing("hydra", HYDRA),
+    "hybrid, dflash": guessing("dflash", block_draft),
+    "hybrid, mtp": guessing("mtp", random_of(mtp.MTPBlock)),
+    "early_exit": line_of(early_exit.early_exit, gamma=4, threshold=0.2,
+                          trained=random_of(early_exit.Exit, 1), few=dict(gamma=2, threshold=0.4)),
+    "layerskip": line_of(layerskip.layerskip, gamma=4, E=1, tuning="", few=dict(gamma=2)),
+    "pass": line_of(masks.pass_sampling, L=3, trained=partial(tuning_of, P=0, M=3), few=dict(L=1)),
     "space": lambda model: Line(
         masks.space, dict(k=3, tuning="own"), text_of=near(model, 0.1),
         memo=lambda target, *_: {(masks.load_space, ("own", target)): (
             type(target)(near(model, 0.1), target.vocab),
             near(model, 0.5).get_input_embeddings().weight[:1].detach())}),
-    "online": lambda model: Line(
-        online.online, dict(gamma=4, every=1, lr=1e-3), [near(model, 0.05)]),
-    "recycling": lambda model: Line(recycling.recycling, dict(nodes=12)),
-    "another_tokenizer": lambda model: Line(
-        another_tokenizer.another_tokenizer, dict(gamma=4, tokenizers=TOKENIZERS),
-        [near(model, 0.02)], dict(gamma=2)),
-    "rest": lambda model: Line(rest.rest, dict(nodes=12, store=store_of(own_texts(model)))),
-    "suffixdecoding": lambda model: Line(
-        rest.rest, dict(nodes=12, alpha=2.0, store=store_of(own_texts(model)))),
-    "sequoia": lambda model: Line(
-        sequoia.sequoia, dict(nodes=9, depth=4), [near(model, 0.05)], dict(nodes=6, depth=2),
-        vocab=2),
+    "online": line_of(online.online, 0.05, gamma=4, every=1, lr=1e-3),
+    "recycling": line_of(recycling.recycling, nodes=12),
+    "another_tokenizer": line_of(another_tokenizer.another_tokenizer, 0.02, gamma=4,
+                                 tokenizers=TOKENIZERS, few=dict(gamma=2)),
+    "rest": line_of(rest.rest, nodes=12, store=own_store),
+    "suffixdecoding": line_of(rest.rest, nodes=12, alpha=2.0, store=own_store),
+    "sequoia": line_of(sequoia.sequoia, 0.05, nodes=9, depth=4, few=dict(nodes=6, depth=2),
+                       vocab=2),
 }
 LOSSY = {  # methods that write a text of their own, whose rounds must be right all the same
-    "mjsd": lambda model: Line(mjsd.mjsd, dict(gamma=4, beams=3), [near(model, 0.05)]),
-    "bild": lambda model: Line(lossy.bild, dict(gamma=4, fallback=0.3), [near(model, 0.05)]),
-    "mjgd": lambda model: Line(mjsd.mjgd, dict(K=3, beams=4)),
-    "medusa, typical": lambda model: Line(
-        medusa.medusa, METHODS["medusa"](model).options | dict(typical=True))}
+    "mjsd": line_of(mjsd.mjsd, 0.05, gamma=4, beams=3),
+    "bild": line_of(lossy.bild, 0.05, gamma=4, fallback=0.3),
+    "mjgd": line_of(mjsd.mjgd, K=3, beams=4),
+    "medusa, typical": line_of(medusa.medusa, nodes=9, trained=HEADS, typical=True)}
 
 
 def chunks_of(line: Line, target: EngineLM, prompt: list[int], run_as: type = EngineLM, **options):

@@ -74,6 +74,17 @@ def written() -> list[str]:
     return sorted(found)
 
 
+def tables_of(text: str) -> list[dict[str, dict[str, str]]]:
+    """Return the tables of a Markdown text. Each has the cells by the first cell of their row, and
+    by their head."""
+    tables = []
+    for block in text.split("\n\n"):
+        lines = [line.strip("|") for line in block.splitlines() if line.startswith("| ")]
+        head, _, *rows = [[x.strip() for x in line.split("|")] for line in lines] or ([], [])
+        tables.append({row[0]: dict(zip(head, row, strict=True)) for row in rows})
+    return [table for table in tables if table]
+
+
 @functools.cache
 def find_prose(source: str) -> set[int]:
     """Return the numbers of all lines that belong to a docstring."""

@@ -8,8 +8,9 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 from argparse import ArgumentTypeError, Namespace
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from cli.commands import main as call_command_line
+from cli.commands import RANGES, main as call_command_line
 from cli.main import explain_slowdown, run_script
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.prompts import read_prompts
@@ -28,7 +29,7 @@ from cli.run import Run
 from cllm import cllm
 from common import CachedLM, InputError, autoregressive, greedy
 from fake_models import counting
-from helpers import ROOT, fork, loaded, main, script, take, tokens_of
+from helpers import ROOT, check_refused, fork, loaded, main, script, take, tokens_of
 from jacobi import jacobi, lookahead, prompt_lookup
 from mjsd import mjgd, mjsd
 from ouroboros import ouroboros
@@ -38,7 +39,7 @@ from support.graphs import GraphedLM
 from support.layers import move_counts
 from sources import FILES, functions_of
 from training import loop as training
-from training.settings import RANGES, Settings
+from training.settings import Settings
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -77,36 +78,26 @@ def saying(chunks: list[list[int]]):
     return said
 
 
-def wrong_from(n: int):
-    """Make a method whose output is wrong from its token n on."""
-    def wrong(target, prompt, *, sample, log=None):
-        for i, [token] in enumerate(autoregressive(target, prompt, sample=sample), 1):
-            yield [token + (i >= n)]
-    return wrong
+def wrong(target, prompt, *, sample, log=None):
+    """Decode by a method whose output is wrong from its third token on."""
+    for i, [token] in enumerate(autoregressive(target, prompt, sample=sample), 1):
+        yield [token + (i >= 3)]
 
 
 # ----------------------------------------------------------------------- what goes where
 
-@pytest.fixture
-def costs(now):
-    """A pass of the target takes 4 s on the clock, one of the draft 1 s, all else no time."""
-    hooks = []
-    for path, seconds in (TARGET, 4), (DRAFT, 1):
-        def tick(*_, seconds=seconds):
-            now[0] += seconds
-        hooks.append(loaded(path, None, None)[0].register_forward_hook(tick))
-    yield
-    for hook in hooks:
-        hook.remove()
-
-
-def test_figures_add_up(ask, costs):
-    """The time of the prompt is in the seconds and the shares, but it is no call. Only the text
-    is on stdout."""
-    status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30",
-                           file="speculative")
-    model, tokenizer = loaded(TARGET, None, None)
+def test_figures_add_up(ask, now):
+    """A pass of the target takes 4 s on the clock, one of the draft 1 s, all else no time. The
+    prompt's time is in the seconds and the shares, but it is no call. Only the text is on stdout.
+    """
+    def tick(seconds: int, *_) -> None:
+        now[0] += seconds
+    (model, tokenizer), (small, _) = (loaded(path, None, None) for path in (TARGET, DRAFT))
     text = tokens_of(autoregressive(CachedLM(model), tokenizer.encode(PROMPT)), 30)
+    with (model.register_forward_hook(partial(tick, 4)),
+          small.register_forward_hook(partial(tick, 1))):
+        status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30",
+                               file="speculative")
     assert out == tokenizer.decode(text) + "\n" and PROMPT not in err
     calls, drafts = (int(re.search(rf"(\d+) {name} calls", err)[1]) for name in ("target", "draft"))
     target, draft = 4 * (calls + 1), drafts + 1
@@ -173,28 +164,22 @@ def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
 # ---------------------------------------------------------------------------- comparing
 
 @pytest.mark.parametrize("how, expected", [
-    (["--dtype", "bfloat16"], 0), ([], 1), (["--temperature", "1"], 1)])
-def test_compare_reports_the_first_difference(ask, how, expected):
+    (["--dtype", "bfloat16"], 0), ([], 1), (["--temperature", "1"], 1),
+    (["--dtype", "bfloat16", "--invariant"], 1)])
+def test_compare_reports_the_first_difference(ask, how, expected, monkeypatch):
     """With the two largest scores there; in half precision near-ties are rounded, and it is no
-    failure. A lossy method is not checked."""
-    status, _, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "8", *how,
-                         method=wrong_from(3))
-    assert re.search(r"output differs at token 3: largest scores [\d.e-]+, [\d.e-]+\n", err)
-    assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
-    method = wrong_from(3)
-    status, _, err = ask(*ONE, "--compare", "--max-new-tokens", "8", method=method, lossy=[method])
-    assert status == 0 and "outputs may differ" in err
-
-
-def test_a_difference_is_a_failure_if_rows_have_the_same_bits(ask, monkeypatch):
-    """In half precision, too. Without the option, --compare names it."""
+    failure unless rows have the same bits. Without that option, --compare names it. A lossy method
+    is not checked."""
     changed = []
     monkeypatch.setattr("cli.main.make_invariant", lambda *given: changed.append(given))
-    how = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "4", "--dtype", "bfloat16"]
-    for more, status in ([], 0), (["--invariant"], 1):
-        found, _, err = ask(*how, *more, method=wrong_from(3))
-        assert found == status and ("--invariant" in err) == (status == 0)
-    assert changed == [(loaded(TARGET, None, "bfloat16")[0], EngineLM)]
+    argv = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "8"]
+    status, _, err = ask(*argv, *how, method=wrong)
+    assert re.search(r"output differs at token 3: largest scores [\d.e-]+, [\d.e-]+\n", err)
+    assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
+    assert ("--invariant" in err) == (status == 0)
+    assert changed == [(loaded(TARGET, None, "bfloat16")[0], EngineLM)] * how.count("--invariant")
+    status, _, err = ask(*argv, method=wrong, lossy=[wrong])
+    assert status == 0 and "outputs may differ" in err
 
 
 def test_compare_takes_the_model_whose_text_a_method_writes(ask):
@@ -311,8 +296,11 @@ def outside(words: str, kind: type) -> list[float]:
 @pytest.mark.parametrize("file", FILES)
 def test_a_number_outside_its_range_is_named_with_the_value(file):
     """Each number that a method, a command or any training takes has a range in a docstring. The
-    ends of the range are in it."""
+    ends of the range are in it, and so is all that --tune tries. Every option that it tries is one
+    of a method."""
     methods, commands = functions_of(file)
+    tried = importlib.import_module(file).COMMAND_LINE["ranges"]
+    assert {*tried} <= {name for method in methods for name in read_options(method)}
     for function in [*methods, *commands, Settings]:
         ranges = RANGES | read_ranges(function)
         for name, (kind, _) in read_options(function).items():
@@ -321,6 +309,7 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
                 continue
             ends = [float(x) for x in re.findall(r"[\d.]+", ranges[name])]
             assert all(fits(x, ranges[name]) for x in ends) != ranges[name].startswith("above")
+            assert all(fits(x, ranges[name]) for x in tried.get(name, ()))
             for value in outside(ranges[name], kind):
                 with pytest.raises(InputError) as refused:
                     select_options(Namespace(**{name: value}), function, ranges=RANGES)
@@ -365,6 +354,8 @@ speculative --device cuda:99
 speculative --prompt text --chat
 speculative --chat enable_thinking=false
 speculative --draft a --draft b
+jacobi --chat --compare
+jacobi --chat --tune
 mjsd --method mjgd --temperature 1
 bita --tree oak
 survey.masks tune --data {odd}/pairs --prompts models/examples.jsonl
@@ -442,17 +433,6 @@ def test_tune_finds_the_fastest(ask, now):
     assert seen == [(5, 4, 7), *((gamma, K, 7) for gamma, K in tried for _ in range(3))]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_what_is_tuned_is_in_the_range_of_its_option(file):
-    """Every option to tune is one of a method."""
-    table = importlib.import_module(file).COMMAND_LINE
-    methods, searched = table["methods"], table["ranges"]
-    assert {*searched} <= {name for method in methods for name in read_options(method)}
-    for method in methods:
-        for name, words in read_ranges(method).items():
-            assert all(fits(value, words) for value in searched.get(name, ()))
-
-
 # ----------------------------------------------------------------------------- commands
 
 def test_commands(ask, tmp_path):
@@ -519,15 +499,12 @@ def test_a_command_line_that_python_calls_leaves_the_process_as_it_is(heed, monk
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     getLogger("transformers").setLevel("INFO")
     logging.enable_progress_bar()
-    before, statuses = read_shared(), []
+    before, call = read_shared(), partial(call_command_line, methods=[speculative])
     argv = [*ONE, "--max-new-tokens", "2", "--gamma"]
-    thread = threading.Thread(
-        target=lambda: statuses.append(call_command_line([*argv, "3"], methods=[speculative])))
-    thread.start()
-    thread.join()
-    with pytest.raises(InputError, match="--gamma must be 1 or more"):
-        call_command_line([*argv, "0"], methods=[speculative])
-    assert statuses == [0] and read_shared() == before
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(call, [*argv, "3"]).result() == 0
+    check_refused("--gamma must be 1 or more", call, [*argv, "0"])
+    assert read_shared() == before
 
 
 @pytest.mark.parametrize("terminal, printed", [(False, "é漢\n".encode()), (True, b"??\n")])
@@ -538,11 +515,8 @@ def test_a_script_can_print_every_character_and_ends_by_its_mistakes(terminal, p
     out.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdout", out)
     assert run_script(lambda: print("é漢")) == 0 and out.buffer.getvalue() == printed
-
-    def fail():
-        raise RuntimeError("a mistake of this project")
     with pytest.raises(RuntimeError):
-        run_script(fail)
+        run_script(Mock(side_effect=RuntimeError("a mistake of this project")))
 
 
 @pytest.mark.parametrize("n, tuned, number", [

@@ -1,6 +1,7 @@
 """Results are written whole or not at all, and take the place of no file of the user's."""
 import os
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from support.loading import load_checked
 from cli.trace import make_page
 from common import InputError
-from helpers import ROOT, interrupting
+from helpers import ROOT, check_refused, interrupting
 from support.files import PAGE, check_result, write_text, write_whole
 from support.released import read_head
 
@@ -32,8 +33,7 @@ def test_nothing_that_is_there_is_replaced(text, taken, tmp_path):
             found.append(begins)
     assert found == taken and file.read_text() == text
     for place, said in (tmp_path, "Is a directory"), (file / "x", "nothing can be written into"):
-        with pytest.raises(InputError, match=f"a new place for --out, got .*{said}"):
-            check_result("out", place)
+        check_refused(f"a new place for --out, got .*{said}", check_result, "out", place)
 
 
 def write_folder(fresh) -> None:
@@ -91,21 +91,13 @@ def test_what_is_written_has_the_mode_of_a_new_file_or_that_of_the_one_it_replac
 def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
     """It is asked for seconds, not for a minute, and only where nothing of the model or of the
     released head lies here."""
-    asked = []
-
-    def ask(self, url, timeout):
-        asked.append(timeout)
-        raise OSError("no\n network")
-
-    def read(path, **_):
-        raise OSError("not here")
-    monkeypatch.setattr("support.files.hub.get_session", type("Session", (), {"head": ask}))
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read)
+    session = Mock(**{"head.side_effect": OSError("no\n network")})
+    monkeypatch.setattr("support.files.hub.get_session", lambda: session)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained",
+                        Mock(side_effect=OSError("not here")))
     for act in lambda: load_checked("nope/model", None, None), lambda: read_head("nope/model", ""):
-        with pytest.raises(InputError, match="no such directory, got 'nope/model': no network$"):
-            act()
+        check_refused("no such directory, got 'nope/model': no network$", act)
     for path in str(ROOT / "models/target"), "nope/model":
-        with pytest.raises(InputError, match="not here$"):
-            load_checked(path, None, None)
+        check_refused("not here$", load_checked, path, None, None)
         monkeypatch.setattr("support.files.hub.try_to_load_from_cache", lambda path, name: name)
-    assert len(asked) == 2 and max(asked) < 10
+    assert [call.kwargs["timeout"] < 10 for call in session.mock_calls] == [True, True]

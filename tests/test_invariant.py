@@ -10,11 +10,11 @@ from torch.nn import SiLU
 
 import families
 from cli.run import kind_for
-from common import CachedLM, InputError, autoregressive
-from families import (CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED,
-                      tiny)
+from common import CachedLM, autoregressive
+from families import CONTEXT, FAMILIES, LOOKUPS, MORE_FAMILIES, OTHERS, RECURRENT, SCALED, tiny
 from fake_cuda import FakeCuda
-from helpers import tokens_of
+from fake_models import path_to
+from helpers import check_refused, tokens_of
 from methods import METHODS, chunks_of
 from support import invariant, packed
 from support.engine import EngineLM
@@ -68,15 +68,13 @@ def test_a_model_whose_rows_depend_on_others_is_refused():
     model = tiny("llama")
     model.model.layers[0].register_forward_hook(
         lambda layer, args, output: output * (1 + 1e-6 * (output.shape[1] > SIZE)))
-    with pytest.raises(InputError, match="^--invariant needs trees with the bits of [^\n]*$"):
-        make_invariant(model)
+    check_refused("^--invariant needs trees with the bits of [^\n]*$", make_invariant, model)
 
 
 def test_a_model_that_would_compute_something_else_is_refused(monkeypatch):
     """Such as one whose attention has an argument that this attention does not know."""
     monkeypatch.setattr(invariant, "run_double", lambda layer, x: x)
-    with pytest.raises(InputError, match="^--invariant changes the logits of Llama"):
-        make_invariant(tiny("llama"))
+    check_refused("^--invariant changes the logits of Llama", make_invariant, tiny("llama"))
 
 
 def test_a_short_context_limits_the_proof():
@@ -101,9 +99,7 @@ def check_trees(lm: CachedLM, seed: str, nodes: tuple[int, int] = (1, 64)) -> No
         lm.start(context)
         tree = lm.forward(ids, parents)
         for node in {0, rng.randrange(n)}:
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
+            path = path_to(node, parents)
             alone.start(context[:-1])
             for token in context[-1:] + [ids[node] for node in path]:
                 logits = alone.forward([token])
@@ -116,8 +112,7 @@ def check_trees(lm: CachedLM, seed: str, nodes: tuple[int, int] = (1, 64)) -> No
 def test_trees_have_the_bits_of_their_paths(family, dtype):
     model = tiny(family).to(dtype)
     if family in REFUSED:
-        with pytest.raises(InputError, match="^--invariant needs layers that attend by [^\n]*$"):
-            make_invariant(model)
+        check_refused("^--invariant needs layers that attend by [^\n]*$", make_invariant, model)
         return
     check_trees(EngineLM(make_invariant(model)), f"{family} {dtype}")
 
@@ -176,18 +171,14 @@ def model_of(dtype: torch.dtype, changed: bool = True):
     return make_invariant(model) if changed else model
 
 
-def line_of(name: str, model):
-    """Make the line of a method for a model, whose trained parts are of the model's type."""
+def texts_of(name: str, model) -> tuple[list[int], list[int]]:
+    """Return a method's text, and the autoregressive one of the model that writes it. Its trained
+    parts are of the model's type."""
     torch.set_default_dtype(model.dtype)
     try:
-        return METHODS[name](model)
+        line = METHODS[name](model)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def texts_of(name: str, model) -> tuple[list[int], list[int]]:
-    """Return a method's text, and the autoregressive one of the model that writes it."""
-    line = line_of(name, model)
     target = kind_for(line.method, EngineLM)(model)
     found = tokens_of(chunks_of(line, target, PROMPT), 40)
     return found, tokens_of(autoregressive(CachedLM(line.text_of or model), PROMPT), 40)

@@ -48,12 +48,12 @@ from cli.run import kind_for
 from common import CachedLM, InputError, Sampler, autoregressive, greedy
 from fake_cuda import FakeCuda
 from families import FAMILIES, MORE_FAMILIES, OTHERS, RECURRENT, SMALL, rand, tiny
-from helpers import take, tokens_of
+from helpers import check_refused, take, tokens_of
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from methods import (END, LOSSY, METHODS, PROMPT, Line, autoregressive_text, chunks_of,
                      play_rounds)
 from naive import KnowingLM, NaiveLM
-from sources import find_functions, list_files
+from sources import FILES, functions_of
 from support.engine import EngineLM
 from support.graphs import GraphedLM
 from support.trees import RANKS, TRIALS, Acceptance
@@ -117,11 +117,8 @@ def list_rows() -> list[tuple[str, str]]:
 
 def test_every_method_has_a_line():
     """A method that is in no table here could accept every guess, and no test would notice."""
-    files = [file for file in list_files(".", "survey", "hybrid") if find_functions(file)]
-    every = {f"{file.removesuffix('.py').replace('/', '.')}.{method}" for file in files
-             for method in find_functions(file)}
-    lines = [line(model_of("llama")).method for line in (METHODS | LOSSY).values()]
-    missing = every - {f"{method.__module__}.{method.__name__}" for method in lines}
+    every = {method for name in FILES for method in functions_of(name)[0]}
+    missing = every - {line(model_of("llama")).method for line in (METHODS | LOSSY).values()}
     assert missing == set(), (f"{missing}: add a line to METHODS of tests/methods.py, or to LOSSY. "
                               "survey/README.md, \"A new method\", has all steps")
 
@@ -194,8 +191,7 @@ def test_a_model_serves_one_method_after_another(name):
     found = tokens_of(second, 9, expected[7:8])
     assert found == expected[:expected.index(expected[7]) + 1]
     assert target.memo.get("writer", model) is (line.text_of or model)
-    with pytest.raises(InputError, match=r"1 or more token ids below \d+, got \[\]"):
-        next(third)
+    check_refused(r"1 or more token ids below \d+, got \[\]", next, third)
 
 
 # ---------------------------------------------------------------- no caches, passes of few shapes
@@ -373,8 +369,7 @@ def test_a_target_that_overflows_is_refused(name):
             return super().run_model(*args) * torch.nan
     line = (METHODS | LOSSY)[name](model_of("llama"))
     target = kind_for(line.method, Broken)(model_of("llama"))
-    with pytest.raises(InputError, match="got nan|off by nan$"):
-        tokens_of(chunks_of(line, target, PROMPT, Broken), 8)
+    check_refused("got nan|off by nan$", tokens_of, chunks_of(line, target, PROMPT, Broken), 8)
 
 
 @pytest.mark.parametrize("sample", [greedy, SAMPLED], ids=["greedy", "sampled"])

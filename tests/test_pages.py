@@ -8,10 +8,9 @@ import pytest
 
 from bench import METHODS
 from cli.__main__ import list_files
-from common import main
-from helpers import ROOT, script
+from helpers import ROOT, run_small, script
 from sources import (FILES, SIX, code_lines, copied_with, find_functions, name_of, path_of,
-                     written)
+                     tables_of, written)
 
 PAGES = [name for name in written() if name.endswith(".md")]
 
@@ -74,14 +73,6 @@ def commands_of(text: str) -> list[list[str]]:
     return found
 
 
-def small_main(name: str, words: list[str]) -> int:
-    """Run the command line of common.py for one of the six files; return the status."""
-    try:
-        return main(argv=words, **importlib.import_module(name).COMMAND_LINE) or 0
-    except SystemExit as end:
-        return end.code
-
-
 def problem_of(command: list[str], capsys) -> str:
     """Return what is wrong with a command, by its script's own parser, which stops it then.
 
@@ -105,7 +96,7 @@ def problem_of(command: list[str], capsys) -> str:
         words[i + 1] = str(ROOT / "models/examples.jsonl")
     rows = [words[i + 1].split()[0] for i, word in enumerate(words) if word == "--row"]
     if name in SIX and not rich:
-        status = small_main(name, words)
+        status = run_small(importlib.import_module(name), words)
     else:
         status = script(re.sub(r"^(models|results|tests)\.", "", name), *words)
     said = capsys.readouterr().err
@@ -130,44 +121,30 @@ def test_every_command_can_be_parsed(name, capsys, monkeypatch):
 
 # --------------------------------------------------------------------------- the table of survey/
 
-def rows_of(path) -> dict[str, list[str]]:
-    """Return the cells of the rows of a page's first table, by the file that a row links to."""
-    text = path.read_text()
-    found = {}
-    for line in text[text.index("| file |"):].split("\n\n")[0].splitlines()[2:]:
-        name, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
-        found[re.search(r"\((\w+\.py)\)", name)[1]] = cells
-    return found
-
-
 def test_the_table_of_survey_is_true():
     """Its files, their papers, which of them are exact, and what a copy of each needs."""
-    rows = rows_of(ROOT / "survey/README.md")
-    names = {f"{x.removeprefix('survey.')}.py": x for x in FILES if x.startswith("survey.")}
-    assert rows.keys() == names.keys()
-    for file, (_, papers, exact, copies) in rows.items():
-        name = names[file]
-        described = re.findall(r"arXiv\s+(\d+\.\d+)", path_of(name).read_text())
-        assert {*re.findall(r"abs/(\d+\.\d+)", papers)} <= {*described}, file
-        methods = find_functions(f"survey/{file}")
-        lossy = find_functions(f"survey/{file}", "lossy")
+    table, *_ = tables_of((ROOT / "survey/README.md").read_text())
+    rows = {re.search(r"\((\w+)\.py\)", cell)[1]: row for cell, row in table.items()}
+    assert {f"survey.{x}" for x in rows} == {x for x in FILES if x.startswith("survey.")}
+    for name, row in rows.items():
+        file, exact = f"survey/{name}.py", row["exact?"]
+        described = re.findall(r"arXiv\s+(\d+\.\d+)", (ROOT / file).read_text())
+        assert {*re.findall(r"abs/(\d+\.\d+)", row["paper"])} <= {*described}, file
+        methods, lossy = find_functions(file), find_functions(file, "lossy")
         assert ("yes" in exact) == ({*lossy} < {*methods}), file
         assert lossy == [] or "no" in exact or "tuned" in exact, file
-        needed = {str(path_of(x).relative_to(ROOT)) for x in copied_with(name) - {name}
-                  if not x.startswith(("training", "support"))}
-        assert {*re.findall(r"`([\w/]+\.py)`", copies)} == needed, file
+        needed = {str(path_of(x).relative_to(ROOT)) for x in copied_with(f"survey.{name}")
+                  if not x.startswith(("training", "support"))} - {file}
+        assert {*re.findall(r"`([\w/]+\.py)`", row["other methods it needs"])} == needed, file
 
 
 def test_readmes_figures_are_those_of_its_run():
     """README has the lines of code, tokens per call and speed-up of the six root files."""
-    run = (ROOT / "results/all_methods.md").read_text()
-    measured = {row[0]: (row[1], row[6]) for row in (
-        [cell.strip() for cell in line.strip("|").split(" | ")] for line in run.splitlines()
-        if line.startswith("| ")) if len(row) > 7}
+    measured, *_ = tables_of((ROOT / "results/all_methods.md").read_text())
+    rows, *_ = tables_of((ROOT / "README.md").read_text())
     others = {"speculative": "speculative --gamma 6"}
-    readme = (ROOT / "README.md").read_text()
-    for name in [name for name in FILES if "." not in name]:
-        [row] = [line for line in readme.splitlines() if line.startswith(f"| `{name}.py` |")]
-        cells = [cell.strip(" |") for cell in row.split(" | ")]
-        assert (cells[-2], cells[-1]) == measured[others.get(name, name)], name
-        assert int(cells[1]) == code_lines(path_of(name).read_text()), name
+    for name in SIX:
+        row, ours = rows[f"`{name}.py`"], measured[others.get(name, name)]
+        assert row["tokens per call"] == ours["tokens per target call"], name
+        assert row["x AR"] == ours["x AR"], name
+        assert int(row["lines of code"]) == code_lines(path_of(name).read_text()), name

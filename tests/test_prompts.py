@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
                          read_prompts, read_texts, split_texts)
 from common import InputError
-from helpers import ROOT, main, script
+from helpers import ROOT, check_refused, main
 from jacobi import jacobi
 
 TALK = [{"role": "user", "content": "Tom has 3"}, {"role": "assistant", "content": " apples"}]
@@ -114,8 +114,7 @@ def test_templates_that_do_not_take_a_prompt(template, said, embedded, chat):
     with pytest.raises(InputError, match=said) as refused:
         encode_prompts(embedded[0], chat, ["Mia has 3 apples."], {})
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 450
-    with pytest.raises(InputError, match="some text, got ''$"):
-        encode_prompts(embedded[0], chat, [""], {})
+    check_refused("some text, got ''$", encode_prompts, embedded[0], chat, [""], {})
 
 
 def test_a_template_that_takes_a_prompt(embedded, chat):
@@ -210,21 +209,12 @@ def test_a_conversation_goes_on_with_all_that_was_said(end, embedded, monkeypatc
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }} {% endfor %}"
     monkeypatch.setattr("support.loading.load", lambda *_: (embedded[0], tokenizer))
     monkeypatch.setattr("builtins.input", Mock(side_effect=["Tom", "and Mia", end]))
-    runs = []
-
-    def report(run) -> str:
-        runs.append(run)
-        return ""
+    report = Mock(return_value="")
     assert main([jacobi], report, ["--chat", "--max-new-tokens", "5", "--no-pack"]) == 0
-    [run] = runs
+    [[run], _] = report.call_args
     one, two = map(tokenizer.decode, run.prompts)
     first, second = (tokenizer.decode(x, skip_special_tokens=True) for x in run.outputs)
     assert (one, two) == ("uTom ", f"uTom a{first} uand Mia ")
     assert capsys.readouterr().out == f"{first}\n{second}\n"
     read = [rows for rows, logits, _ in run.models["target"].passes if logits == 0]
     assert sum(read) < len(run.prompts[1])  # each prompt by itself would be more
-
-
-@pytest.mark.parametrize("options", [["--compare"], ["--tune"]])
-def test_a_conversation_has_nothing_to_compare(options):
-    assert script("jacobi", "--chat", *options) == 2

@@ -14,11 +14,11 @@ import pytest
 from cli.commands import is_training
 from cli.options import read_options
 from families import near, tiny
-from helpers import fork, forget_project, main
+from helpers import fork, forget_project, main, status_of
 from mutants import list_written
 from sources import (FILES, SIX, code_lines, copied_with, functions_of, list_files, name_of, needs,
                      path_of, read, written)
-from training.settings import OPTIONS
+from training.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
@@ -78,18 +78,6 @@ def test_no_file_of_tests_imports_another():
     assert [file for file in list_files("tests") if borrows.search(read(file))] == []
 
 
-def run_as_script(folder, name: str, argv: list[str]) -> None:
-    """Run a file of a folder as `python NAME.py ARGV` does, in a process without the project."""
-    for module in [x for x in sys.modules if x in {"common", *FILES} or x.split(".")[0] in ROOMS]:
-        del sys.modules[module]
-    sys.path, sys.argv = [str(folder), *[x for x in sys.path if "site-" in x or "lib" in x]], [
-        f"{name}.py", *argv]
-    try:
-        runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, (name, argv, end.code)
-
-
 def lines_of(name: str, text: str) -> list[list[str]]:
     """Return the command lines of a file's header, or else one that decodes, each with a prompt, a
     file of prompts and few steps."""
@@ -104,26 +92,23 @@ def lines_of(name: str, text: str) -> list[list[str]]:
         yield [*words, *few, *limit, *["--compare"] * decodes]
 
 
-def run_copies(top, text: str, models: list[str]) -> int:
-    """Run every line that the header of one of the six shows, in a folder that holds the file and
-    common.py, and another program's cli/."""
+def run_copy(folder, text: str, models: list[str]) -> int:
+    """Run every line that the header of a file shows, as `python NAME.py ARGV` does in a folder
+    that has the file's name, in a process without the project."""
     forget_project()
-    for name in SIX:
-        os.chdir(top / name)
-        print(f"{MARK}{name}", file=sys.stderr, flush=True)
-        for argv in lines_of(name, text):
-            roles = [["--target", models[0]], ["--draft", models[1]]]
-            drafts = name in ("speculative", "ouroboros", "mjsd")
-            usual = [word for role in roles[:1 + drafts] for word in role]
-            run_as_script(top / name, name, [*argv, *([] if "--target" in argv else usual)])
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    usual = ["--target", models[0]]
+    if folder.name in ("speculative", "ouroboros", "mjsd"):
+        usual += ["--draft", models[1]]
+    for argv in lines_of(folder.name, text):
+        sys.argv = [f"{folder.name}.py", *argv, *([] if "--target" in argv else usual)]
+        assert not status_of(lambda: runpy.run_path(sys.argv[0], run_name="__main__") and 0)
     return 0
 
 
-MARK = "== "
-
-
 def test_each_of_the_six_decodes_trains_and_compares_beside_common_alone(tmp_path, embedded):
-    """No other program is run, even if its folder is called cli."""
+    """Each is in a folder with common.py, and with another program's cli/, which is not run."""
     tokenizer, text = embedded[2], "Tom has 3 apples and 4 pears."
     small = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=200)
     models = [str(tmp_path / x) for x in ("target", "draft")]
@@ -138,15 +123,12 @@ def test_each_of_the_six_decodes_trains_and_compares_beside_common_alone(tmp_pat
             (tmp_path / name / f"cli/{file}.py").write_text("print('another program')\nexit()")
         prompts = [text, json.dumps({"prompt": "How many are left?"}), "", "def f(x):"]
         (tmp_path / name / "prompts").write_text("\n".join(prompts))
-    process, _, out, err = fork(run_copies, tmp_path, text, models)
-    found, errors = out.read(), err.read()
-    process.join()
-    assert process.exitcode == 0, errors
-    said = dict(x.split("\n", 1) for x in errors.split(MARK)[1:])
-    assert [*said] == SIX and "another program" not in found
-    for name in SIX:
+        process, _, out, err = fork(run_copy, tmp_path / name, text, models)
+        found, said = out.read(), err.read()
+        process.join()
+        assert process.exitcode == 0 and "another program" not in found, said
         expected = "may differ from" if name == "mjsd" else "equals"
-        assert f"; output {expected} autoregressive output" in said[name], said[name]
+        assert f"; output {expected} autoregressive output" in said, said
 
 
 def test_a_decoding_imports_little():
@@ -216,7 +198,7 @@ def test_docstrings_explain_every_option(name):
     for function in [*methods, *commands]:
         free = PLAIN if function in commands else set()
         if is_training(function):
-            free = free | {*OPTIONS}
+            free = free | explained(Settings.__doc__)
         options, listed = {*read_options(function)}, explained(function.__doc__)
         assert options - listed <= free and listed <= options, function.__name__
 

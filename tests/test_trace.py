@@ -113,8 +113,7 @@ def test_a_step_of_a_long_page_takes_no_longer():
     """A step reaches no function that goes through all rounds of a run, and the text is not laid
     out anew. A browser takes only some 100,000 arguments, so no list of calls is spread into them.
     In Chromium a step of a page of 20,000 tokens then takes about as long as one of 20."""
-    page = PAGE.read_text()
-    script = page.split("<script>")[1]
+    script = PAGE.read_text().split("<script>")[1]
     functions = dict(re.findall(r"^function (\w+)\([^)]*\) \{(.*?)\}$", script, re.M | re.S))
     assert re.findall(r"[(,] ?\.\.\.(\w+)", re.sub(r"\[\.\.\.", "", script)) == ["Object"]
 

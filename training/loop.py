@@ -322,8 +322,7 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
 
 
 @torch.no_grad()
-def read_texts(model, texts: list[list[int]],
-               taps: list[int] | None = None) -> list[torch.Tensor]:
+def read_texts(model, texts: list[list[int]], taps: list[int] | None = None) -> list[torch.Tensor]:
     """Run a frozen model over texts, and return what is tapped of each in bfloat16, [T, d].
 
     Autocast would round what a float32 model computes, and decoding computes it without autocast.
@@ -467,7 +466,6 @@ class Training:
         adam = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0, foreach=False)
         self.optimizers = optimizers or [adam]
         self.seed = seed
-        self.steps_between_reports = max(1, steps // 10)
         self.device = next(iter(parameters.values())).device
         self.done = 0
         self.curve = {}
@@ -545,7 +543,7 @@ class Training:
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
         """Add a point to the curve at the steps of a report, and after the last step."""
-        due = self.done % self.steps_between_reports == 0 or self.done == self.steps
+        due = self.done % max(1, self.steps // 10) == 0 or self.done == self.steps
         if due and self.done not in self.curve:
             figures, line = evaluate()
             self.curve[self.done] = figures
