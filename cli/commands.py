@@ -10,17 +10,16 @@ from inspect import signature
 
 from cli.main import Table, perform, run_script
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
-                         read_ranges, select_options)
+                         select_options)
 from cli.prompts import encode_data, read_pairs
 from support.engine import require
 from support.files import check_result
 from support.loading import load_checked
-from training.settings import Settings, use_settings
+from training.settings import RANGES, Settings, use_settings
 
 DATA = ('learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", "answer": '
         '"..."} on a line, both texts or both lists of token ids, or {"messages": [...]}, of which '
         "the assistant's last one is the answer")
-RANGES = read_ranges(Settings)  # of options whose range a command does not say
 
 
 # ---------------------------------------------------------------------------------- its options

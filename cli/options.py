@@ -41,8 +41,8 @@ def read_options(function) -> dict[str, tuple[type, object]]:
             if argument.kind is Parameter.KEYWORD_ONLY and argument.annotation in KINDS}
 
 
-# A range at the end of a sentence: ", 1 or more", ", 0 to 64", or "(above 0)".
-RANGE = re.compile(r"(?:, |\()([\d.]*\d or more|[\d.]*\d to [\d.]*\d|above [\d.]*\d)(?:\.|\)|$)")
+# A range at the end of a sentence: ", 1 or more", ", 0 to 64" or ", above 0".
+RANGE = re.compile(r", ([\d.]*\d or more|[\d.]*\d to [\d.]*\d|above [\d.]*\d)(?:\.|$)")
 
 
 def read_ranges(function) -> dict[str, str]:
