@@ -143,7 +143,7 @@ def small(models, embedded, monkeypatch, capsys, tmp_path):
     def small(*argv, file=speculative_file):
         capsys.readouterr()
         roles = ["--target", models[1], *["--draft", str(tmp_path)] * (file is speculative_file)]
-        return run_small(file, [*roles, *argv]), *capsys.readouterr()
+        return run_small(file, [*argv, *roles]), *capsys.readouterr()
     return small
 
 
@@ -175,12 +175,8 @@ MISTAKES = {  # command lines, and what is said of each
     "numbers, got nan or infinity .* 1e-40$": [speculative_file, *SHORT, "--temperature", "1e-40"],
     "got models/nowhere": [jacobi, *SHORT, "--target", "models/nowhere"],
     "expected a model .* device": [speculative_file, *SHORT, "--device", "nope"],
-<<<<<<< HEAD
     "expected 1 new token or more, got -[0-9]+ .room: -[0-9]+.$": [
         speculative_file, "--prompt", "apples " * 40],
-=======
-    "room for 1 new token or more, got -[0-9]+$": [speculative_file, "--prompt", "apples " * 40],
->>>>>>> trim-b
     "chat_template is not set": [speculative_file, *SHORT, "--chat"],
     "unrecognized arguments: --W 3$": [jacobi, *SHORT, "--W", "3"],
     "invalid choice: 'nope'": [jacobi, "--method", "nope"],
@@ -192,6 +188,22 @@ def test_mistakes_on_the_small_command_line_are_named_in_one_line(small, said):
     file, *argv = MISTAKES[said]
     status, out, err = small(*argv, file=file)
     assert (status, out, err.count("\n")) == (2, "", 1) and re.search(said, err), err
+
+
+@pytest.mark.parametrize("text, prompts", [
+    ('\ufeff{"prompt": "a"}\nb\u2028\n\n', ["a", "b\u2028"]), ('{"prompt": 5}', []), ("\n", []),
+    ('{"text": "a"}', []), ('{"prompt": "a"}\n{"prompt": null}', [])])
+def test_a_command_gets_the_prompts_of_a_file(small, tmp_path, embedded, text, prompts):
+    """A file that begins with a mark, as editors of Windows write it, has the same prompts."""
+    file, given = tmp_path / "prompts", []
+    file.write_text(text, encoding="utf-8")
+
+    def ask(model, tokenizer, prompts: list[list[int]], *, seed: int = 0):
+        given.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
+    table = SimpleNamespace(COMMAND_LINE={"methods": [], "commands": [ask]})
+    status, _, err = small("ask", "--prompts", str(file), file=table)
+    assert (status, given) == (0 if prompts else 2, prompts)
+    assert prompts or 'expected a "prompt" on each line' in err
 
 
 def test_the_small_command_line_holds_a_conversation(small, monkeypatch, embedded):
