@@ -271,7 +271,7 @@ class CachedLM:
         return logits[0, :, :self.vocab]
 
     def layout(self, parents: list[int], n: int):
-        """Say what the newest n nodes see, and where they and all rows in the cache stand.
+        """Compute what the newest n nodes see, and where they and all rows in the cache are.
 
         returns   visible, bool [n, m]. positions of the nodes, [n]. slots, the positions of all m
                   rows that the cache has after the pass
@@ -606,7 +606,7 @@ def answer(method, lms: list[CachedLM], tokenizer, prompt: list[int], args: dict
 
 
 def decode(method, lossy: bool, target: str, argv: list[str], parser, shared: dict) -> None:
-    """Answer a prompt by a method. With --compare also decode token by token.
+    """Decode an answer by a method. With --compare also decode token by token.
 
     With --chat and without --prompt it is a conversation: an empty line or Ctrl-D ends it. All
     turns have what `shared` makes, as a pool of phrases.

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def list_files() -> dict[str, str]:
-    """List the method files as {name: module}, of which one is {"eagle": "survey.eagle"}."""
+    """List the method files as {name: module}, such as {"eagle": "survey.eagle"}."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("survey/*.py"), ROOT / "hybrid/hybrid.py"]
     texts = {file: file.read_text(encoding="utf-8") for file in sorted(files)}
     return {file.stem: ".".join(file.relative_to(ROOT).with_suffix("").parts)

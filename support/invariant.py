@@ -206,7 +206,7 @@ def make_invariant(model, run_as: type[CachedLM] = CachedLM):
 
 @torch.inference_mode()
 def prove(model, run_as: type[CachedLM]) -> None:
-    """Compare trees with paths in bits. Raise an InputError if they differ.
+    """Check the bits of trees against those of paths. Raise an InputError if they differ.
 
     A path is fed one row a call, and so is the end of its context.
     """

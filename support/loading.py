@@ -1,6 +1,6 @@
 """This file loads models, and refuses what would write another text than the model's own.
 
-    load            gives a model and its tokenizer, or an error that says what is wrong
+    load            gives a model and its tokenizer, or one line that names the mistake
     check           refuses a model by numbers: a tree must give the logits of its paths
     load_checked    loads as `load` does, and tells which file is at fault where loading fails
 """

@@ -16,8 +16,8 @@ These make one, or the logits for one:
     markov(seed, vocab)           random logits that depend on the last two tokens: for sampling,
                                   as the law of such an output can be enumerated (laws.py)
 
-It keeps the token tree of each call in `trees`, to compare it with one drawn by hand: its ids and
-its parents, which are None for a chain.
+It keeps the token tree of each call in `trees`, to compare it with one drawn by hand. Of a tree it
+keeps ids and parents, which are None for a chain.
 
 A method that needs weights (heads on features, a layer of its own) gets a tiny random model of
 families.py instead. There `near(model, noise)` is a draft that is often right."""

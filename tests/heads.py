@@ -1,4 +1,4 @@
-"""Written formulas of the layers of trained parts."""
+"""These functions write the layers of trained parts as formulas."""
 import torch
 import torch.nn.functional as F
 

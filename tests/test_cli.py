@@ -419,7 +419,7 @@ def test_tune_finds_the_fastest(ask, now):
 
     def tunable(target, prompt, *, gamma: int = 5, K: int = 1, width: int = 0, sample=None,
                 log=None):
-        """gamma, K, width: numbers"""
+        """Decode with gamma, K, width: numbers"""
         seen.append((gamma, K, width))
         now[0] += seconds[gamma][len(seen) % 3] * {1: 1, 2: 0.5, 4: 2}[K]
         yield from saying([[7, 7]] * 9)(target, prompt)

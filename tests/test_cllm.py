@@ -103,8 +103,8 @@ def read(path):
 
 
 def test_collected_lines(tmp_path):
-    """Those of `find_trajectories`, with some tokens corrected. A prompt that fills the context and
-    an answer that repeats itself have none. An older file is never lost."""
+    """The file has those of `find_trajectories`, with some tokens corrected. A prompt that fills
+    the context and an answer that repeats itself have none. An older file is never lost."""
     model, out, rng = tiny("gpt2"), tmp_path / "o.jsonl", random.Random(1)
     how = dict(out=out, n=6, max_new_tokens=12, augment=0.9, seed=1)
     collect(model, WORDLESS, [[3, 4] * 80, *PROMPTS], **how)
@@ -201,7 +201,7 @@ def test_states_are_those_before_the_fixed_point():
 
 @pytest.fixture
 def data(tmp_path):
-    """A file of trajectories."""
+    """Write a file of trajectories."""
     path = tmp_path / "data"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(tiny("llama"))))
     return path

@@ -1,5 +1,5 @@
 """The loss of a block draft is that of the guesses one by one, as decoding computes them. The tree
-has the likeliest of all paths. What the network computes is in test_released.py."""
+has the likeliest of all paths. test_released.py compares its network with formulas."""
 import random
 
 import pytest

@@ -89,7 +89,7 @@ def test_caps_of_scores_and_of_logits_count():
 # ------------------------------------------------------------------------------------------ trees
 
 def check_trees(lm: CachedLM, seed: str, nodes: tuple[int, int] = (1, 64)) -> None:
-    """Compare three random trees with some of their paths in bits, one row a call."""
+    """Check the bits of three random trees against those of some paths, one row a call."""
     rng, alone = random.Random(seed), type(lm)(lm.model)
     for _ in range(3):
         n = rng.randint(*nodes)
@@ -141,7 +141,7 @@ def test_passes_of_few_shapes(family, dtype):
 @pytest.mark.parametrize("run_as", [EngineLM, GraphedLM])
 @pytest.mark.parametrize("family", ["llama", "gemma2-capped", "gpt2", "qwen3", "cohere2"])
 def test_a_gpu(family, run_as, dtype):
-    """Captured graphs, too. Experts cannot be captured, so these families have none."""
+    """Graphs are captured, too. Experts cannot be captured, so these families have none."""
     check_trees(run_as(make_invariant(tiny(family).to("cuda").to(dtype), run_as)), family)
 
 
@@ -207,7 +207,7 @@ def test_texts_part_without_the_change():
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("how", ["plain", "prompt lookup", "a draft"])
 def test_generate_writes_this_text(how, dtype):
-    """It hands over boolean masks, or none."""
+    """`generate` gives boolean masks, or none."""
     model, ids = model_of(dtype), torch.tensor([PROMPT])
     options = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 4},
                "a draft": {"assistant_model": families.near(model, 0.01)}}[how]

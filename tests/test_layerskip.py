@@ -1,6 +1,6 @@
-"""LayerSkip and Kangaroo's exit, whose loop is LayerSkip's: no layer runs twice for a row, drafts
-end where they should, a tuning changes the model that decodes, and the losses are the papers'. That
-the text is the model's own is in test_lossless.py."""
+"""LayerSkip, and Kangaroo's exit, which has the same loop. No layer runs twice for a row. Drafts end
+where they should. A tuning changes the model that decodes. The losses are the papers'. That the
+text is the model's own is in test_lossless.py."""
 import random
 from types import SimpleNamespace
 
@@ -128,7 +128,7 @@ def run_by_hand(network, x: torch.Tensor) -> torch.Tensor:
     ("llama", 0.0, {3}), ("llama", 0.25, {1, 2, 3}), ("gemma3", 0.0, {3})])
 @torch.no_grad()
 def test_rounds_are_those_of_the_equations(family, threshold, drafts, monkeypatch):
-    """The adapter sees the whole text, also in the place of a layer with a window of nine tokens.
+    """The adapter reads the whole text, even in the place of a layer with a window of nine tokens.
     That the caches are those of the text is in test_lossless.py, where a method that begins anew
     guesses alike."""
     model, judged = deep(family, vocab_size=8), note_calls(monkeypatch, module, "verify")

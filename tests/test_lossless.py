@@ -125,8 +125,8 @@ def test_every_method_has_a_line():
 
 @pytest.mark.parametrize("name, family", list_rows())
 def test_text_is_autoregressive_text(name, family, monkeypatch):
-    """Greedy and sampled. The text is longer than any window. In some families there are two more
-    greedy texts. One follows a prompt of one token. The other goes to the last token of the
+    """Texts are greedy and sampled, and longer than any window. In some families there are two
+    more greedy texts. One follows a prompt of one token. The other goes to the last token of the
     context, where tables of positions end, and its prompt is cached in parts, with its windows and
     states."""
     model = model_of(family)

@@ -222,7 +222,7 @@ def test_gradients_flow_through_a_packed_layer():
 
 
 class Quantised(torch.Tensor):
-    """A weight of a class of its own, as those of torchao and of quanto."""
+    """It is a weight of its own class, as those of torchao and of quanto."""
 
 
 @pytest.mark.parametrize("change", [

@@ -1,5 +1,5 @@
-"""Prompts that come in: from standard input and from files, alone or with answers, into a chat
-template and into token ids."""
+"""Prompts are read from standard input and from files, with and without answers. They are put into
+a chat template and into token ids."""
 import argparse
 import copy
 import io
@@ -59,7 +59,7 @@ def test_prompts_of_a_file(tmp_path, data, texts):
 
 
 def test_pairs_of_a_file(tmp_path):
-    """Each knows its file and line."""
+    """Each has its file and line."""
     file = tmp_path / "pairs"
     file.write_bytes(rows({"prompt": "a", "answer": "é"}) + b"  \n" + rows({"messages": TALK}))
     assert read_pairs(file) == [{"prompt": "a", "answer": "é", "where": f"{file}, line 1"},

@@ -73,7 +73,7 @@ def test_imports_run_one_way(name):
 
 
 def test_no_file_of_tests_imports_another():
-    """What two of them need is in a file of its own."""
+    """Things that two of them need are in files of their own."""
     borrows = re.compile(r"^(from|import) test_", re.M)
     assert [file for file in list_files("tests") if borrows.search(read(file))] == []
 
@@ -93,8 +93,8 @@ def lines_of(name: str, text: str) -> list[list[str]]:
 
 
 def run_copy(folder, text: str, models: list[str]) -> int:
-    """Run every line that the header of a file shows, as `python NAME.py ARGV` does in a folder
-    that has the file's name, in a process without the project."""
+    """Run every line that the header of a file shows, as `python NAME.py ARGV` does, in a process
+    without the project. The folder has the file's name."""
     forget_project()
     os.chdir(folder)
     sys.path.insert(0, str(folder))

@@ -309,7 +309,8 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
 
 @pytest.mark.parametrize("line", TRAININGS)
 def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, capfd):
-    """What decodes reads what the training leaves. The line of a loop's first step is printed."""
+    """A method decodes with the file that the training leaves. The loop prints a line of its first
+    step."""
     (tmp_path / "prompts").write_text("How many cats?\nHow many dogs are there?\n")
     out, data = str(tmp_path / "out"), str(tmp_path / "data")
     device = ["--device", "cpu", "--target", small_llama]
