@@ -1,6 +1,7 @@
 """This file has the fixtures of all tests. What a test imports is in families.py (tiny random
 models), fake_models.py (scripted ones), laws.py (distributions) and helpers.py."""
 import gc
+import os
 import sys
 from hashlib import sha1
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "results")]
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test waits for the network
 torch.set_num_threads(1)  # tiny models gain nothing from more
 torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -195,7 +195,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     sys.dont_write_bytecode = True
     try:
         sys.exit(main())

@@ -143,7 +143,7 @@ def small(models, embedded, monkeypatch, capsys, tmp_path):
     def small(*argv, file=speculative_file):
         capsys.readouterr()
         roles = ["--target", models[1], *["--draft", str(tmp_path)] * (file is speculative_file)]
-        return run_small(file, [*argv, *roles]), *capsys.readouterr()
+        return run_small(file, [*roles, *argv]), *capsys.readouterr()
     return small
 
 
@@ -193,7 +193,7 @@ def test_mistakes_on_the_small_command_line_are_named_in_one_line(small, said):
 @pytest.mark.parametrize("text, prompts", [
     ('\ufeff{"prompt": "a"}\nb\u2028\n\n', ["a", "b\u2028"]), ('{"prompt": 5}', []), ("\n", []),
     ('{"text": "a"}', []), ('{"prompt": "a"}\n{"prompt": null}', [])])
-def test_a_command_gets_the_prompts_of_a_file(small, tmp_path, embedded, text, prompts):
+def test_a_command_gets_the_prompts_of_a_file(models, tmp_path, capsys, text, prompts):
     """A file that begins with a mark, as editors of Windows write it, has the same prompts."""
     file, given = tmp_path / "prompts", []
     file.write_text(text, encoding="utf-8")
@@ -201,9 +201,9 @@ def test_a_command_gets_the_prompts_of_a_file(small, tmp_path, embedded, text, p
     def ask(model, tokenizer, prompts: list[list[int]], *, seed: int = 0):
         given.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
     table = SimpleNamespace(COMMAND_LINE={"methods": [], "commands": [ask]})
-    status, _, err = small("ask", "--prompts", str(file), file=table)
+    status = run_small(table, ["ask", "--target", models[1], "--prompts", str(file)])
     assert (status, given) == (0 if prompts else 2, prompts)
-    assert prompts or 'expected a "prompt" on each line' in err
+    assert prompts or 'expected a "prompt" on each line' in capsys.readouterr().err
 
 
 def test_the_small_command_line_holds_a_conversation(small, monkeypatch, embedded):
