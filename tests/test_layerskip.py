@@ -1,6 +1,6 @@
-"""LayerSkip, and Kangaroo's exit, which has the same loop. No layer runs twice for a row. Drafts end
-where they should. A tuning changes the model that decodes. The losses are the papers'. That the
-text is the model's own is in test_lossless.py."""
+"""LayerSkip, and Kangaroo's exit, which has the same loop. No layer runs twice for a row. Drafts
+end where they should. A tuning changes the model that decodes. The losses are the papers'. That
+the text is the model's own is in test_lossless.py."""
 import random
 from types import SimpleNamespace
 
