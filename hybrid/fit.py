@@ -24,7 +24,7 @@ from support.parts import save_facts, score_with
 from support.released import some_weights
 from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
-from training.loop import collect_pairs
+from training.texts import collect_pairs
 
 import torch
 from tqdm import tqdm

@@ -48,9 +48,10 @@ from support.engine import depth_of, require  # noqa: E402
 from support.files import save_model  # noqa: E402
 from support.layers import take_layers  # noqa: E402
 from support.parts import score_with  # noqa: E402
-from training.loop import (Training, answer_all, digest, divergence,  # noqa: E402
-                           divergence_in_parts, low_precision, prepare_training, read_answers,
-                           sample_alike, warm_linear)
+from training.loop import (Training, divergence, divergence_in_parts, low_precision,  # noqa: E402
+                           warm_linear)
+from training.texts import (answer_all, digest, prepare_training, read_answers,  # noqa: E402
+                            sample_alike)
 from training.settings import Pair  # noqa: E402
 
 MIX = {"sql": 0.35, "math": 0.4, "code": 0.25}  # each task's share of the examples

@@ -52,7 +52,7 @@ from support.graphs import GraphedLM  # noqa: E402
 from support.invariant import make_invariant  # noqa: E402
 from support.loading import check, load_checked  # noqa: E402
 from support.packed import is_packed, pack  # noqa: E402
-from training.loop import answer_all  # noqa: E402
+from training.texts import answer_all  # noqa: E402
 
 
 # ----------------------------------------------------------------------------- what is measured

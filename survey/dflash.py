@@ -86,9 +86,9 @@ from support.layers import read_taps, tap_widths
 from support.parts import Part, score_with
 from support.released import describe_dflash, load_dflash, read_dflash
 from support.trees import Acceptance, keep_nodes, rank_tokens
-from training.loop import (compute_frozen, count_tokens, fit_part, low_precision, prepare_training,
-                           sample_alike, warm_cosine)
-from training.texts import Text, compute_features
+from training.loop import fit_part, low_precision, warm_cosine
+from training.texts import (Text, compute_features, compute_frozen, count_tokens, prepare_training,
+                            sample_alike)
 
 import torch
 import torch.nn.functional as F

@@ -56,7 +56,7 @@ from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, 
                             require_keys)
 from support.layers import share_weights
 from support.parts import load_facts, save_facts
-from training.loop import answer_all
+from training.texts import answer_all
 
 import torch
 from tqdm import tqdm

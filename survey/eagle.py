@@ -61,9 +61,9 @@ from support.loading import check
 from support.parts import Part, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
-from training.loop import (compute_frozen, count_tokens, divergence_in_parts, find_frequent,
-                           fit_part, prepare_training, sample_alike, warm_cosine)
-from training.texts import Text, compute_features, evaluate
+from training.loop import divergence_in_parts, evaluate, fit_part, warm_cosine
+from training.texts import (Text, compute_features, compute_frozen, count_tokens, find_frequent,
+                            prepare_training, sample_alike)
 
 import torch
 import torch.nn.functional as F

@@ -45,7 +45,7 @@ from support.packed import plain
 from support.parts import Part, head_for, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle3
 from survey.eagle import decode
-from training.loop import find_frequent, prepare_training
+from training.texts import find_frequent, prepare_training
 from training.unroll import fit_unrolled
 
 import torch

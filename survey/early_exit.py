@@ -42,9 +42,9 @@ from support.engine import MODELS, EngineLM, depth_of
 from support.layers import make_config, name_norm, split_layers
 from support.parts import Part, load_trained, match_type, score_with
 from survey.layerskip import self_speculate
-from training.loop import (compute_frozen, count_tokens, divergence_in_parts, fit_part,
-                           prepare_training, sample_alike)
-from training.texts import Text, compute_features
+from training.loop import divergence_in_parts, fit_part
+from training.texts import (Text, compute_features, compute_frozen, count_tokens, prepare_training,
+                            sample_alike)
 
 import torch
 from torch.nn.utils.rnn import pad_sequence

@@ -68,8 +68,8 @@ from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, r
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, logits_of
-from training.loop import (compute_in_parts, count_tokens, fit_part, pad_pairs, prepare_training,
-                           read_texts, sample_alike, warm_linear)
+from training.loop import compute_in_parts, fit_part, warm_linear
+from training.texts import count_tokens, pad_pairs, prepare_training, read_texts, sample_alike
 from training.low_rank import Tuned, merge_changes, prepare_changes
 
 import torch

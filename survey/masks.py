@@ -80,8 +80,8 @@ from support.engine import MODELS, EngineLM, log_round, require
 from support.layers import move_counts
 from support.parts import load_trained, score_with
 from support.trees import Acceptance
-from training.loop import (count_tokens, divergence_in_parts, fit_part, prepare_training,
-                           read_answers, sample_alike, warm_linear)
+from training.loop import divergence_in_parts, fit_part, warm_linear
+from training.texts import count_tokens, prepare_training, read_answers, sample_alike
 from training.low_rank import Tuned, prepare_changes
 from training.settings import Pair
 

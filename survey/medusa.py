@@ -55,8 +55,8 @@ from support.engine import MODELS, EngineLM, log_round, require
 from support.parts import Part, fill, head_for, load_trained, logits_of, match_type
 from support.released import is_released, read_head
 from support.trees import Acceptance, Node, rank_tokens
-from training.loop import (compute_frozen, compute_in_parts, find_frequent, fit_part,
-                           prepare_training, read_texts, sample_rows, warm_cosine)
+from training.loop import compute_in_parts, fit_part, warm_cosine
+from training.texts import compute_frozen, find_frequent, prepare_training, read_texts, sample_rows
 
 import torch
 import torch.nn.functional as F

@@ -65,7 +65,7 @@ from support.layers import name_norm, take_layers
 from support.parts import Part, load_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
 from survey.eagle import decode
-from training.loop import find_frequent, prepare_training
+from training.texts import find_frequent, prepare_training
 from training.unroll import fit_unrolled
 
 import torch

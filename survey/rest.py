@@ -75,7 +75,7 @@ from support.engine import MODELS, EngineLM, log_round
 from support.files import explain_errors
 from support.parts import load_part, save_part
 from support.trees import Acceptance
-from training.loop import collect_answers
+from training.texts import collect_answers
 
 import torch
 

@@ -28,8 +28,8 @@ from survey.eagle import (LEVELS, EagleLayer, Pairs, compute_features, eagle, ea
                           plan_eagle)
 from survey.eagle3 import Eagle3Layer
 from survey.mtp import MTPBlock, load_draft
-from training.loop import pad_pairs
-from training.texts import evaluate
+from training.loop import evaluate
+from training.texts import pad_pairs
 from training.unroll import choose_lessons, read_target, unroll_loss
 from trainings import DATA, run
 

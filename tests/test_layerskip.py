@@ -19,9 +19,8 @@ from support.parts import save_part
 from survey import layerskip as module
 from survey.early_exit import Exit, early_exit, exit_loss, fit
 from survey.layerskip import export, layerskip, load_tuned, measure_exit, tuning_loss
-from training.loop import read_texts
+from training.texts import Text, read_texts
 from training.low_rank import add_low_rank
-from training.texts import Text
 from trainings import DATA, WORDLESS
 
 PROMPT, E = [3, 14, 15], 2  # E: how many layers stand before an exit

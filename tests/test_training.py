@@ -20,9 +20,10 @@ from families import FAMILIES, SCALED, tiny
 from helpers import check_refused, interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
 from survey.masks import guess_answers
-from training import loop as training
-from training.loop import (Training, answer_all, collect_answers, divergence, find_frequent,
-                           prepare_training, read_texts, sample_alike)
+from training import loop as training, texts as reading
+from training.loop import Training, divergence
+from training.texts import (answer_all, collect_answers, find_frequent, prepare_training,
+                            read_texts, sample_alike)
 from training.settings import Settings, use_settings
 from trainings import FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
@@ -131,7 +132,7 @@ def test_parts_of_rows_are_computed_again_for_their_gradient(monkeypatch):
 def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
     """Batches give the states that decoding gives, even if a training multiplies in bfloat16. No
     text keeps the states of its batch in memory."""
-    monkeypatch.setattr(training, "TOKENS", 40)
+    monkeypatch.setattr(reading, "TOKENS", 40)
     model, texts = tiny(family), [[5] * n + [7, 8] for n in (3, 17, 1, 9, 30, 2)]
     lm, found = EngineLM(model), read_texts(model, texts)
     for text, states in zip(texts, found, strict=True):
@@ -147,12 +148,12 @@ def test_texts_are_read_in_batches_as_decoding_reads_them(family, monkeypatch):
 def test_states_of_a_frozen_model_are_kept_only_if_they_are_small(monkeypatch):
     """Five texts of 4 tokens with 3 numbers each are 120 bytes in bfloat16."""
     data = [([n], [5, 6, 7]) for n in range(5)]
-    for most, computed, texts in (120, [5], math.inf), (119, [2], training.TEXTS):
-        monkeypatch.setattr(training, "KEPT", most)
+    for most, computed, limit in (120, [5], math.inf), (119, [2], reading.TEXTS):
+        monkeypatch.setattr(reading, "KEPT", most)
         sizes = []
-        states_of, few = training.compute_frozen(
+        states_of, few = reading.compute_frozen(
             lambda pairs: sizes.append(len(pairs)) or [prompt for prompt, _ in pairs], data, 3)
-        assert states_of([3, 1]) == [[3], [1]] and sizes == computed and few == texts
+        assert states_of([3, 1]) == [[3], [1]] and sizes == computed and few == limit
 
 
 def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
@@ -163,7 +164,7 @@ def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
         assert len({*numbers}) == len(numbers) <= 3
         return [(torch.arange(lengths[n]) + 10 * n, torch.arange(lengths[n])) for n in numbers]
     for seed in range(900):
-        one, other = training.sample_rows(states_of, 3, lengths, 4, random.Random(seed))
+        one, other = reading.sample_rows(states_of, 3, lengths, 4, random.Random(seed))
         assert len(one) == 4 and (one % 10 == other).all()
         counts.update(one.tolist())
     assert len(counts) == 20 and 100 < min(counts.values()) and max(counts.values()) < 270
@@ -370,7 +371,7 @@ def test_answers_are_greedy_whatever_the_generation_settings_say(family, tmp_pat
         no_repeat_ngram_size=1, suppress_tokens=free[1][:1], max_new_tokens=3,
         min_new_tokens=18, eos_token_id=eos)
     expected = [tokens_of(autoregressive(lm, p), 20, eos) for p in prompts]
-    monkeypatch.setattr(training, "TOKENS", 46)  # two short prompts at once, and the long one alone
+    monkeypatch.setattr(reading, "TOKENS", 46)  # two short prompts at once, and the long one alone
     assert collect_answers(model, WORDLESS, prompts, 20, tmp_path) == expected
     assert answer_all(model, {*eos}, prompts, 20) == expected
     assert model.generation_config is before and len({*map(len, expected)}) > 1
@@ -413,7 +414,7 @@ def test_answers_of_another_model_type_or_length_are_not_taken(tmp_path):
 @pytest.fixture
 def split(monkeypatch, tmp_path):
     """A function that splits prompts; the model answers each with its first token, four times."""
-    monkeypatch.setattr(training, "collect_answers", lambda model, tokenizer, prompts, *_: [
+    monkeypatch.setattr(reading, "collect_answers", lambda model, tokenizer, prompts, *_: [
         p[:1] if p == [7] else p[:1] * 4 for p in prompts])
     model = tiny("llama")
     return lambda prompts, seed=0: prepare_training(model, WORDLESS, prompts, tmp_path / "out",

@@ -11,7 +11,7 @@ import cllm
 from cli.commands import parse_command
 from cli.options import read_options, select_options
 from families import deep
-from training.loop import digest
+from training.texts import digest
 
 TRAININGS = {  # a training: the decoding that reads OUT
     "bita train --P 3 --M 2": "bita --adapter OUT --tree full --k 2",

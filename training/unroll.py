@@ -23,9 +23,9 @@ from typing import Callable
 
 from support.engine import tap_layers
 from support.parts import Part
-from training.loop import count_tokens, fit_part, pad_pairs, sample_alike, warm_linear
+from training.loop import evaluate, fit_part, warm_linear
+from training.texts import compute_features, count_tokens, pad_pairs, sample_alike
 from training.settings import Pair
-from training.texts import compute_features, evaluate
 
 import torch
 import torch.nn.functional as F
