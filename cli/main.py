@@ -107,6 +107,15 @@ class Session:
         self.args = args
         self.table = table
         self.traced = []
+        require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
+        heat = args.temperature
+        require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
+        require(args.top_k >= 0, "top_k", "0 or more", args.top_k)
+        require(1e-30 <= args.top_p <= 1, "top_p", "1e-30 to 1", args.top_p)
+        require(0 <= args.min_p <= 1, "min_p", "0 to 1", args.min_p)
+        self.talks = args.chat is not None and not (args.prompt or args.prompts)
+        require(not (self.talks and (args.compare or args.tune)), "prompt",
+                "given with --chat and --compare or --tune", "a conversation")
         models = load_models(args, method)
         self.tokenizers = {name: tokenizer for name, (_, tokenizer) in models.items()}
         self.models = {name: pack(model) if args.pack else model
@@ -121,20 +130,11 @@ class Session:
                 check(model, partial(GraphedLM, waits=False))  # once more, by what a replay gives
         if args.invariant:
             make_invariant(target, self.run_as)
-        self.talks = args.chat is not None and not (args.prompt or args.prompts)
-        require(not (self.talks and (args.compare or args.tune)), "prompt",
-                "given with --chat and --compare or --tune", "a conversation")
         self.texts = [] if self.talks else read_texts(args.prompt or [], args.prompts)
         self.prompts = encode_prompts(target, tokenizer, self.texts, args.chat)
         self.eos = eos_ids(target, tokenizer)
         self.context = min(map(context_length, self.models.values()))
         self.require_room(self.prompts)
-        require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
-        heat = args.temperature
-        require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
-        require(args.top_k >= 0, "top_k", "0 or more", args.top_k)
-        require(1e-30 <= args.top_p <= 1, "top_p", "1e-30 to 1", args.top_p)
-        require(0 <= args.min_p <= 1, "min_p", "0 to 1", args.min_p)
 
     def require_room(self, prompts: list[list[int]]) -> None:
         """Raise an InputError for prompts that leave no room for an answer."""
@@ -343,7 +343,8 @@ def run_script(act: Callable[[], int | None]) -> int:
     except MISTAKES as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a mistake of this project, not of its user
-        print(f"{Path(sys.argv[0]).name}: {shorten(error, MOST)}", file=sys.stderr)
+        name = Path(sys.argv[0]).name.replace("__main__.py", "python -m cli")
+        print(f"{name}: {shorten(error, MOST)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print("\ninterrupted", file=sys.stderr)

@@ -8,7 +8,7 @@ from support.engine import EngineLM
 
 FIRST = 64  # tokens of an answer by which a head is doubted
 ENOUGH = 16  # guesses that must have been tried for that
-MONOTONE = 0.7  # of the tokens are one token: a right head of three guesses is no better than it
+MONOTONE = 0.7  # if one token is more of the text than this, no head is doubted
 
 
 def kind_for(method, run_as: type[EngineLM], name: str = "target") -> type[EngineLM]:

@@ -187,7 +187,8 @@ def load_guesser(target: EngineLM, guess: str, adapter: str, facts: dict,
     # Without a file, an MTP block is that of the target's own files.
     path = adapter if guess == "mtp" else adapter or f"{MODELS}/{guess}.safetensors"
     trained = KINDS[guess](target, guess, path)
-    require(is_head(facts["parts"][guess], trained.part), "trust",
+    known = facts["parts"].get(guess)
+    require(known is not None and is_head(known, trained.part), "trust",
             f"a file that was fitted for this part of {guess}", f"{trust!r}, for another one")
     return trained
 

@@ -34,9 +34,9 @@ The tree grows best first. It ends where a node's chance is below the price of a
 
 One more row takes time in which ordinary rounds would have made `row_price` tokens. So a node is
 worth its row if its chance is higher. A pass of an MTP block has a price too, `pass_price`. It pays
-at a node if RIGHT times the node's chance, times that of the n-grams' best guess being wrong, is
-higher. On the embedded target this makes 2.48 times AR, the n-grams by themselves 2.29 and the
-block 2.00 (results/hybrid.md).
+at a node if RIGHT · its chance · (1 - the n-grams' best chance there) is higher. On the embedded
+target this makes 2.48 times AR, the n-grams by themselves 2.29 and the block 2.00
+(results/hybrid.md).
 
 In each round the number of rows to verify is chosen by chances and measured costs. This is the
 small readable form of a rule that others found for batches of texts and for other guesses:

@@ -246,7 +246,7 @@ class Bench:
     def prepare(self, model, packed: bool, is_target: bool):
         """Pack a model if asked for, and make the target batch-invariant if the bench has to."""
         model = pack(model) if packed else model
-        return make_invariant(model) if self.args.invariant and is_target else model
+        return make_invariant(model, self.run_as) if self.args.invariant and is_target else model
 
     def cache(self, path: str, kind: type[EngineLM] | None = None) -> EngineLM:
         """Give a model a cache of its own, as the kind of CachedLM that a method asks for."""

@@ -31,6 +31,16 @@ class Padded(CachedLM):
         return F.pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf)
 
 
+def find_generate() -> dict:
+    """Return the local names of the `generate` that runs: what the user gave, not yet prepared."""
+    frame = inspect.currentframe()
+    while frame and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    if frame is None:
+        raise InputError("expected to be called by `generate`, as its `custom_generate`")
+    return frame.f_locals
+
+
 def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criteria,
                generation_config, *, method, draft=None, options: dict = {}, **model_kwargs):
     """Decode with a method of this project. `generate` calls this function.
@@ -47,11 +57,8 @@ def run_method(model, input_ids: torch.Tensor, logits_processor, stopping_criter
     """
     config, takes = generation_config, inspect.signature(method).parameters
     kinds = {name: x.annotation for name, x in takes.items() if x.kind is x.POSITIONAL_OR_KEYWORD}
-    # `generate` keeps in its frame what the user gave, apart from what it prepared itself.
-    frame = inspect.currentframe()
-    while frame.f_code is not GENERATE:
-        frame = frame.f_back
-    caller, streamer = frame.f_locals, frame.f_locals["streamer"]
+    caller = find_generate()
+    streamer = caller["streamer"]
     given = {name: x for name, x in model_kwargs.items() if name not in PREPARED}
     given |= {name: caller["kwargs"].get(name) for name in ("position_ids", "past_key_values")}
     given["assistant_model"] = caller["assistant_model"]

@@ -58,7 +58,7 @@ class Costs:
         n, x, y, xx, xy = self.sums
         if n == 0:
             return 0.0, 0.0
-        # The imagined notes lie on a line of the given slope through the middle of the others.
+        # If the slope were right, y = a n + a slope x. The two imagined notes lie on this line.
         a = y / (n + self.slope * x)
         far = a * (1 + self.slope * PRIOR)
         n, x, y, xx, xy = n + 2, x + PRIOR, y + a + far, xx + PRIOR ** 2, xy + PRIOR * far
@@ -108,7 +108,7 @@ class Clock:
     def choose(self, list_choices: Callable[[], Iterable[Choice]]):
         """Begin a round, and return the plan of the choice with the most tokens a second.
 
-        It chooses again once the passes are twice as many, and at the latest after EVERY more.
+        It chooses anew when the passes have doubled since it last chose, or EVERY more were made.
 
         list_choices   a function that gives the choices
         """

@@ -164,8 +164,8 @@ class EngineLM(RecurrentLM):
     def commit(self, path: list[int]) -> None:
         first = self.length
         super().commit(path)
-        # Rounds need no features of the whole text, unless the next text may begin with it. A pass
-        # that gave no logits is one of `start`.
+        # Rounds need no features of the whole text, unless the next text may begin with it. Passes
+        # that give no logits are those of `start`, and the last one of a draft of LayerSkip.
         if path and (self.keeps or not self.places):
             rows = torch.cat(self.fed)[list(path)]
             known = rows[:0] if self.whole is None else self.whole

@@ -130,9 +130,8 @@ def find_size(part, rows: torch.Tensor) -> int:
 def find_row(part, like: torch.Tensor) -> torch.Tensor:
     """Make the row [d] that shows best in which order a layer sums: in the type and place of like.
 
-    In half precision a sum of random numbers hides it nearly always. So the products of the first
-    outputs cancel here, up to the rounding of what cancels them: the bits that are left change with
-    the order.
+    The order shows little in sums of random numbers. So k inputs are chosen to cancel the first k
+    outputs, twice more what rounding left, and only bits of the order remain.
     """
     d, rng = len(like), torch.Generator().manual_seed(0)
     row = torch.randn(d, generator=rng).to(like)

@@ -92,11 +92,11 @@ def list_lost(model, names: set[str]) -> list[str]:
     parts, lost = dict([*model.named_modules(), *model.base_model.named_modules()]), []
     for name in names:
         place, _, kind = name.rpartition(".")
-        layer = re.match(r".*?\.\d+(?=\.)", place)
-        lacks = layer is not None and layer[0] in parts
-        # A causal mask is called bias, too. It belongs to attention, which has no weight itself.
-        if place in parts:
+        if place in parts:  # a causal mask is called bias, too: of attention, without a weight
             lacks = len(parts[place]._parameters) > 0
+        else:
+            layer = re.match(r".*?\.\d+(?=\.)", place)
+            lacks = layer is not None and layer[0] in parts
         scales = "scale" in kind and place != "" and place in parts
         if "lora_" in name or scales or (lacks and kind in ("weight", "bias")):
             lost.append(name)

@@ -50,7 +50,7 @@ class Blocks(Parameter):
     inside    the blocks, a tensor that oneDNN multiplies by
     table     the embeddings whose numbers these are too. A copy of both is one weight again. None:
               there are none
-    writes    of how many writes to the embeddings the blocks have the result
+    writes    how many writes to the embeddings the blocks include
     """
     table = None
 

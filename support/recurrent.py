@@ -31,11 +31,10 @@ G_i, the sum of g on the path down to node i, and decay_ij = exp(G_i - G_j):
 
 A short convolution reads the last inputs on the node's path, so what is kept of it are inputs.
 
-The last rows of the context are not added to the state yet. They are a chain above the tree, so
-that a draft whose guesses were rejected can go back. A draft that goes back farther reads its text
-once more. The models' own code runs as it is. Only the
-functions with which it reads a whole text give way to those at the end of this file, while a pass
-of a RecurrentCache runs.
+The last rows of the context are kept out of the state, as a chain above the tree, so that a draft
+can take them back. One that takes back more reads its text again. The models' own code runs as it
+is. Only the functions with which it reads a whole text give way to those at the end of this file,
+while a pass of a RecurrentCache runs.
 """
 import inspect
 import sys

@@ -71,7 +71,7 @@ on 41,000 guesses. It tells of a guess whether it is right less well than the gu
 nodes, and no more with 9 (results/dflash.md).
 
 DSpark's drafts, and some others that released.py lists, have a guess g_1 of the root's row as well.
-So a block of B rows has B guesses. They are read, and not trained here. transformers 5.23 runs
+So a block has as many guesses as rows. They are read, and not trained here. transformers 5.23 runs
 drafts of one class (`speculation_type="dflash"`).
 """
 import heapq
@@ -109,8 +109,8 @@ class BlockDraft(Part):
     config   what config.json of a released draft says (released.describe_dflash)
     seed     a seed for the random weights
 
-    B        one more than the guesses of a block. These are the block's rows, unless the root's row
-             guesses, too
+    B        the guesses of a block and its root. A block has B rows, or B - 1 if the root's row
+             guesses
     vocab    [V'], the tokens that the rows of its LM head stand for
     """
     title = "a DFlash draft"
@@ -359,7 +359,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
     anchors: how many blocks each answer of a step has, 1 or more
-    batch:   how many answers a step learns from
+    batch:   how many answers a pass learns from
     """
     L = depth_of(model)
     numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})

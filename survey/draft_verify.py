@@ -50,9 +50,9 @@ import re
 from pathlib import Path
 from typing import Iterator
 
-from common import Sampler, attention_mask, begin, eos_ids, greedy
+from common import Sampler, attention_mask, begin, context_length, eos_ids, greedy
 from speculative import verify_block as verify
-from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of,
+from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of, require,
                             require_keys)
 from support.layers import share_weights
 from support.parts import load_facts, save_facts
@@ -264,6 +264,8 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path,
     max_new_tokens: the most tokens of an answer on which agreement is measured
     """
     require_keys(model)  # `measure_agreement` picks rows of the cache
+    prompts = [p for p in prompts if len(p) + max_new_tokens <= context_length(model)]
+    require(len(prompts) > 0, "prompts", "some that leave room for an answer", "none")
     answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
     data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]

@@ -159,7 +159,7 @@ def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) 
 
     data      pairs of a prompt and its answer, to train on
     held_out  pairs on which the exit is only measured
-    batch     how many answers a step learns from
+    batch     how many answers a pass learns from
     how       other arguments of `fit_part`
     """
     model.requires_grad_(False)
@@ -194,7 +194,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     work:  the folder of the answers and the checkpoints. The default is OUT.work
     E:     how many layers stand before the exit, 1 or more
     max_new_tokens: the most tokens of an answer
-    batch: how many answers a step learns from
+    batch: how many answers a pass learns from
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was tried on 10M
            parameters, and no other rate
     """

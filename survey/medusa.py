@@ -338,7 +338,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     heads:  medusa or hydra
     K:      how many heads are trained, 1 or more
-    batch:  how many positions a step learns from
+    batch:  how many positions a pass learns from
     lr:     the highest learning rate. 1e-3 suited 10M to 135M parameters, and is Medusa's for 7B
     """
     trained = Heads(model, heads, K)

@@ -53,13 +53,6 @@ def note_calls(monkeypatch, place, name: str) -> list[tuple]:
     return given
 
 
-def check_refused(said: str, act, *args, **how) -> None:
-    """Call act(*args, **how), which must raise an InputError of one line with this pattern."""
-    with pytest.raises(InputError, match=said) as error:
-        act(*args, **how)
-    assert "\n" not in str(error.value)
-
-
 def status_of(act) -> int | None:
     """Return what act() returns, or the exit status with which it would end the process."""
     try:

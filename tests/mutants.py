@@ -175,7 +175,10 @@ def main() -> int:
     parser.add_argument("--plant", metavar="MISTAKE", help="make this one here (tests/README.md)")
     args = parser.parse_args()
     if args.plant:
-        [mutant] = [x for x in list_written() if x.mistake == args.plant]
+        found = {x.mistake: x for x in list_written()}
+        if args.plant not in found:
+            parser.error(f"expected a mistake of mutants.toml, got {args.plant!r}")
+        mutant = found[args.plant]
         (ROOT / mutant.file).write_text(mutant.source, encoding="utf-8")
         print(f"{mutant.file} has it now. This takes it back: git checkout {mutant.file}")
         return 0

@@ -121,3 +121,8 @@ def test_a_model_that_reads_more_than_masks_is_refused(place, name, x, named, mo
     """PEFT tunes prompts, and lets an object of its own put them before the text."""
     monkeypatch.setattr(place, name, x)
     check_refused(f"got {named}$", write, "prompt_lookup")
+
+
+def test_a_call_outside_generate_is_refused():
+    with pytest.raises(InputError, match="^expected to be called by `generate`"):
+        run_method(tiny("llama"), torch.tensor([[1]]), None, None, None, method=prompt_lookup)

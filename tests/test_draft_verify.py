@@ -123,15 +123,15 @@ def test_the_predicted_speed_by_hand():
 
 
 def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):
-    """A call takes 2 s for each attention, 1 s for each MLP and 0.5 s besides. The file is only for
-    this model, and names no layer that the model lacks."""
+    """A call takes 2 s for each attention, 1 s for each MLP and 0.5 s besides. A prompt without room
+    is left out. The file is only for this model, and names no layer that the model lacks."""
     def cost(model):
         kinds = [type(x).__name__ for x in model.modules()]
         return 0.5 + 2 * kinds.count("LlamaAttention") + kinds.count("LlamaMLP")
     monkeypatch.setattr(module, "time_call", cost)
     nothing, file = {"attention": [1], "mlp": [0, 2]}, tmp_path / "blocks.json"
     model = zeroed(nothing)
-    search(model, WORDLESS, [p for p, _ in DATA], out=file, max_new_tokens=8)
+    search(model, WORDLESS, [*(p for p, _ in DATA), [3] * 999], out=file, max_new_tokens=8)
     assert load_blocks(str(file), model) == nothing
     save_facts(tmp_path / "more", {"model": model}, attention=[1], mlp=[3])  # MLPs are 0, 1 and 2
     for name, other in ("blocks.json", three_layers(seed=1)), ("more", model):
