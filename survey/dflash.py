@@ -298,14 +298,9 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
 
 # ------------------------------------------------------------------------------------ training
 
-def list_anchors(text: Text) -> range:
-    """Return the places of all roots: at least one token of the answer comes after each."""
-    return range(text.length - 1, len(text.ids) - 1)
-
-
 def sample_roots(text: Text, n: int, rng: random.Random) -> list[int]:
     """Sample n places of roots. No place comes twice, unless a text has fewer than n places."""
-    places = list_anchors(text)
+    places = range(text.length - 1, len(text.ids) - 1)  # a token of the answer comes after each
     return rng.sample(places, n, counts=[-(-n // len(places))] * len(places))
 
 

@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Iterator
 
 from common import Sampler, attention_mask, begin, context_length, eos_ids, greedy
-from speculative import verify_block as verify
+from speculative import predict, verify_block as verify
 from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of, require,
                             require_keys)
 from support.layers import share_weights
@@ -235,21 +235,12 @@ def time_call(model) -> float:
 def predict_speed(agreement: float, draft_cost: float) -> tuple[float, int]:
     """Predict how fast decoding is with a draft, and how many guesses a round are best.
 
-    Each guess is taken to be right with the same chance, however the others turn out. Every draft
-    is taken to have the same number of guesses, and a call that verifies them to take as long as a
-    call of one row.
-
     agreement   how often the draft guesses right
     draft_cost  the seconds of a call of the draft, divided by those of the whole model
     returns     the speed and gamma. The speed is a multiple of decoding token by token, and gamma
                 is how many guesses a round has at this speed
     """
-    speeds = []
-    for gamma in range(1, MOST + 1):
-        # Guess i is accepted if guesses 1 … i are right. One token of the whole model comes last.
-        tokens = sum(agreement ** i for i in range(gamma + 1))
-        speeds.append((tokens / (gamma * draft_cost + 1), gamma))
-    return max(speeds)
+    return max((predict(gamma, agreement, draft_cost)[1], gamma) for gamma in range(1, MOST + 1))
 
 
 def search(model, tokenizer, prompts: list[list[int]], *, out: Path,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, TopKLogitsWarper
 
-from common import CachedLM
+from common import CachedLM, InputError
 from families import near, tiny
 from helpers import ROOT, check_refused, tokens_of
 from jacobi import prompt_lookup

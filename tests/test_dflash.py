@@ -11,7 +11,7 @@ from families import rand, tiny
 from support.engine import depth_of
 from support.parts import score_with
 from support.released import describe_dflash
-from survey.dflash import (BlockDraft, block_loss, grow_block, guess_blocks, list_anchors,
+from survey.dflash import (BlockDraft, block_loss, grow_block, guess_blocks,
                            plan_block, run_block, sample_roots)
 from training.texts import Text, compute_features
 
@@ -59,7 +59,6 @@ def test_the_loss_by_hand(family):
 
 def test_anchors_are_those_of_the_answer():
     text = Text(torch.tensor(TEXT), torch.zeros(16, 96), 5)
-    assert list_anchors(text) == range(4, 15)
     few, many = (sample_roots(text, n, random.Random(0)) for n in (11, 30))
     assert sorted(few) == [*range(4, 15)] != few and len(many) == 30
     assert {many.count(x) for x in range(4, 15)} == {2, 3}

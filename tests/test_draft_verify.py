@@ -123,8 +123,8 @@ def test_the_predicted_speed_by_hand():
 
 
 def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):
-    """A call takes 2 s for each attention, 1 s for each MLP and 0.5 s besides. A prompt without room
-    is left out. The file is only for this model, and names no layer that the model lacks."""
+    """A call takes 2 s for each attention, 1 s for each MLP and 0.5 s besides. A prompt without
+    room is left out. The file is only for this model, and names no layer that the model lacks."""
     def cost(model):
         kinds = [type(x).__name__ for x in model.modules()]
         return 0.5 + 2 * kinds.count("LlamaAttention") + kinds.count("LlamaMLP")
