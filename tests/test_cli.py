@@ -57,6 +57,7 @@ def ask(capsys):
     """Give a command line to a method, which reports nothing, or to a file; return the status,
     stdout and stderr."""
     def ask(*argv, method=speculative, file=None, report=lambda run: "", **extras):
+        capsys.readouterr()  # a model that was read here before shows how far it was read
         status = script(file, *argv) if file else main([method], report, [*argv], **extras)
         return status, *capsys.readouterr()
     return ask
