@@ -4,6 +4,9 @@
                         enters some layers. It gives recurrent layers the cache that they need
     tap_layers          keeps what enters layers of a model
     grouped_attention   attention that does not copy the cache for each query head
+
+Small functions are used by many methods: `require` refuses an option, `log_round` notes a round,
+and others find the layers, the depth and the vocabulary of a model.
 """
 import time
 from contextlib import ExitStack, contextmanager

@@ -7,6 +7,7 @@
     logits_of                 a function from the output of a model's LM head to its logits
     score_with                a function from what a model's LM head reads to its logits
     head_for                  an LM head that has only some of a model's tokens
+    fill, match_type          tensors into parameters, and a part to the type of its model
 
 A model's *fingerprint* is some of its embeddings. Every file holds the fingerprint of each model
 that it was made for. So a file of another model is refused.
@@ -131,7 +132,7 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
 class Part(torch.nn.Module):
     """This is a module that is trained beside a frozen model, such as a head.
 
-    Other classes, such as `Tuned` of low_rank.py, are parts too if they have these attributes,
+    Another class, such as `Tuned` of low_rank.py, counts as a part too if it has `title`,
     `trainable()`, `parameters()` and `header()`.
 
     title   what it is, in words that an error message can use

@@ -16,7 +16,7 @@ Drafts of DFlash and DSpark come in three layouts. They agree in the names of th
 
     z-lab          `target_layer_ids` are the layers whose outputs are read, in the order of the
                    columns of `fc`. Settings may be in `dflash_config`. The root's row guesses only
-                   if `sample_from_anchor` says so
+                   if `sample_from_anchor`, or a setting with this meaning, says so
     DeepSpec       the root's row guesses, too. The Markov head is markov_head.markov_w1 and _w2,
                    and a confidence head is left out. There are copies of the target's embeddings
                    and LM head

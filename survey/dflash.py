@@ -354,7 +354,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     taps:    numbers of the layers whose inputs are read, as 2,6,11. The number of all layers stands
              for what the LM head reads. The default is layers 2, L/2 and L - 1
     anchors: how many blocks each answer of a step has, 1 or more
-    batch:   how many answers a pass learns from
     """
     L = depth_of(model)
     numbers = read_taps(taps, model) if taps else sorted({min(2, L - 1), L // 2, L - 1})

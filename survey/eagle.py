@@ -322,7 +322,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Train a draft layer for a frozen model on its own answers. A stopped run goes on.
 
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
-    batch:   how many answers a pass learns from
     lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
     """
     draft = EagleLayer(model, make_config(model, mlp), seed=seed)

@@ -206,7 +206,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     passes:  how many passes the training-time test has, 1 or more. With 1 the layer never reads its
              own guesses in training
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
-    batch:   how many answers a pass learns from
     """
     numbers = read_taps(taps, model) if taps else choose_taps(model)
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,

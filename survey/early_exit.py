@@ -190,11 +190,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     A stopped run goes on where it was.
 
-    out:   the safetensors file to make
-    work:  the folder of the answers and the checkpoints. The default is OUT.work
     E:     how many layers stand before the exit, 1 or more
-    max_new_tokens: the most tokens of an answer
-    batch: how many answers a pass learns from
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was tried on 10M
            parameters, and no other rate
     """

@@ -249,13 +249,9 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     A stopped run goes on where it was.
 
-    out:   the safetensors file to make
-    work:  the folder of the answers and the checkpoints. The default is OUT.work
     E:     how many layers are to draft, which the file keeps, 1 or more. Training itself does not
            use it, but measures the exit after E layers on held-out answers
     rank:  the rank of the change of each matrix, 1 or more
-    max_new_tokens: the most tokens of an answer
-    batch: how many answers a pass has
     lr:    the highest learning rate. It is reached after a twentieth of the steps, and falls to 0.
            5e-4 was found for 10M parameters
     """

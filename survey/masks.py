@@ -89,7 +89,7 @@ import torch
 
 TOKENS = f"{MODELS}/pass.safetensors"
 TUNED = f"{MODELS}/space.safetensors"
-MOST = 4  # the most guesses of SPACE's calls, unless --k asks for more. `tune` trains so many
+MOST = 4  # the most guesses of SPACE's calls, unless --k asks for more: `tune`'s default
 PRIOR = 0.7  # for `Acceptance`. The embedded model's mask guesses 0.72 of the held-out tokens
 
 
@@ -258,12 +258,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     This is the paper's semi-autoregressive fine-tuning, SAR-SFT. A stopped run goes on.
 
-    out:     the safetensors file to make
-    work:    the folder of answers and checkpoints, by default OUT.work
     k:       how many masks stand after a token, 1 or more
     rank:    the rank of each matrix's change, 1 or more
-    max_new_tokens: the most tokens of an answer
-    batch:   answers of a step
     anchors: the most tokens of an answer that have masks after them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """

@@ -271,7 +271,6 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     passes:  how many passes the training has, 1 or more. With 1 the block never reads its own
              guesses in training
-    batch:   how many answers a pass learns from
     """
     draft = MTPBlock(model, seed)  # it refuses a model that does not fit, before any answer is made
     work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,

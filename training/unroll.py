@@ -113,7 +113,6 @@ def fit_unrolled(draft: Part, model, data: list[Pair], held_out: list[Pair],
     score         as for `unroll_loss`
     batch         how many pairs a step learns from
     passes        how often the layer runs in a step
-    how           other arguments of `fit_part`
 
     The other arguments are those of `fit_part`.
     """
