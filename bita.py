@@ -38,8 +38,8 @@ already predicted what follows it.
     L_SAR = - sum_{i=a+2}^{a+M+1} log P(y_i | X, y_0 … y_a; prompt and mask tokens)
                                                              Eq. 1, with its bounds moved by one
 
-X is the prompt and y its answer. A group of masks follows the anchor y_a. The paper writes k for a,
-and for the number of candidates, --k, too. SAR stands for semi-autoregressive: several tokens a
+X is the prompt and y its answer. A group of masks follows the anchor y_a. The paper's k is both
+this a and the number of candidates, here --k. SAR stands for semi-autoregressive: several tokens a
 call.
 
 Departures:
@@ -52,9 +52,9 @@ Departures:
   positions, which may be the prompt's last token. Groups near the end of an answer have fewer than
   M labels. Why: one pass over the text serves them all. The released code takes up to 64
   consecutive positions.
-- Steps. Paper: 128 answers a step, four epochs of 150,000, and M = 4 above 13B parameters. Here: 16
-  random answers of at most 200 tokens a step, 1,000 steps and M = 3. Why: tuning the model in
-  models/ then takes minutes. Gradients are clipped to a norm of 1, as in the released code.
+- Steps. Paper: 128 answers a step and four epochs of 150,000. Here: 16 random answers of at most
+  200 tokens a step, and 1,000 steps. Why: tuning the model in models/ then takes minutes. Gradients
+  are clipped to a norm of 1, as in the released code.
 - Choices that the paper leaves open. The optimizer is Adam. The keys of prompt tokens have no
   position: they are read as they are.
 - Sampling. Paper: only greedy decoding. Here: above temperature 0 too.
@@ -164,7 +164,7 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
              the paper's straightforward decoding. It has one candidate of each mask, and masks
              after the root only
     k:       candidates of each mask token, 1 or more. A chain has one. A full tree has 1 + k + … +
-             k^M nodes with M masks after each: take 2
+             k^M nodes with M masks after each. 2 is its best in Table 4
     adapter: file of prompt and mask tokens, made by `python bita.py train`
 
     Yields chunks of 1 to M + 1 tokens. For each call it logs {"guessed", "accepted", "rows"}, the
@@ -340,8 +340,8 @@ def sample_anchors(data: list[tuple], M: int, most: int, rng: random.Random):
 def mask_logits(model, masks: torch.Tensor, prefix, ids: torch.Tensor, anchors: torch.Tensor):
     """Compute the logits [B, G, M, V] of groups of mask tokens after anchors. Fig. 3.
 
-    CachedLM runs one text, and without gradients. This is the same layout for a batch, and with
-    them. Texts of a batch are filled up at their end, which no real token before it sees.
+    CachedLM runs one text without gradients. This is the same layout for a batch, with gradients.
+    Texts of a batch are filled up at their end, which no real token before it sees.
 
     masks     embeddings of the mask tokens, [M, width]
     prefix    the prompt tokens, as `Tuning` has them. An empty list: there are none

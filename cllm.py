@@ -12,12 +12,12 @@ Kou et al., "CLLMs: Consistency Large Language Models", arXiv 2403.00835
     L    = L_GC + w L_AR                                                                     Eq. 7
 
 q is the model in training. A block is the paper's n-token sequence, and x is the text before it (in
-Eq. 6 before the answer). Its first token, the root, is y_1 in Eq. 4, y_0 in line 4 of Alg. 3, which
-spends a call on it, and y[0] in the code. There it is known: it is the last token of the prompt, or
-comes from the block before. y is a state on the block's Jacobi trajectory. The last state is the
-fixed point y*, the greedy output of the model before training. The fixed points of all blocks make
-up the answer l. D(p || q) is the forward KL divergence, the sum of p log(p / q) over all tokens,
-and w is --w.
+Eq. 6 before the answer). The first token of a block, the root, is y_1 in Eq. 4, y_0 in Alg. 3 and
+y[0] in the code. Alg. 3 spends a call on it (line 4). The code knows it: it is the last token of
+the prompt, or comes from the block before. y is a state on the block's Jacobi trajectory. The last
+state is the fixed point y*, the greedy output of the model before training. The fixed points of all
+blocks make up the answer l. D(p || q) is the forward KL divergence, the sum of p log(p / q) over
+all tokens, and w is --w.
 
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
 y(1), which is wrong from its third token on:
@@ -48,9 +48,9 @@ Departures (smaller ones are in results/cllm.md):
 - The end of a block. Paper: iteration ends when a call changes nothing (Section 3.1), and Alg. 3
   when n_t = n (line 15). As printed it never ends, since i* (line 9) keeps n_t below n. Here: a
   block ends when all of its tokens are final. Why: one more call would only confirm the last one.
-- Line 9 of Alg. 3. Paper: z of the next state is compared place by place with the current one.
-  Here: it is first shifted by one place, and its known first token goes in front. Why: LLM(z) gives
-  the token after each token of z.
+- Line 9 of Alg. 3. Paper: z_next is compared with z_current place by place. Here: z_next is first
+  shifted right by one place, behind the known first token. Why: LLM(z) gives the token after each
+  token of z.
 - Table 3. Paper: fast-forwarded tokens are counted for each pass (Section 3.3), or for each n-token
   sequence (the caption). Here: for each call.
 - The first state. Paper: 𝒥 begins with y(1) in Section 3.1, and with y(0) in Alg. 1. Here: y(0) is
@@ -112,7 +112,8 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             chosen = sample(logits, target.places)
-            # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
+            # Line 9: count the leading guesses that the target chooses too. i* counts y[final - 1]
+            # as well
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
@@ -120,9 +121,9 @@ def cllm(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler = 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: each other guess becomes what the target chose after the token before
-            # it. A guess that was right is chosen again, also above temperature 0: a place keeps
-            # its random numbers
+            # Lines 10 and 14: each guess becomes what the target chose after the token before it.
+            # Above temperature 0 a place keeps its random numbers, so an equal text before it
+            # always gets the same token
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
             record["states"].append(y)  # line 12
@@ -136,8 +137,8 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
                       seed: int = 0) -> tuple[list[int], list]:
     """Decode an answer, and take the Jacobi trajectories of its blocks from the log.
 
-    A block begins with the last token that the block before made final: its own last token, or the
-    token after it. With n = 4 and a prompt of two tokens:
+    A block begins with the last token that the block before made final: the last token of that
+    block, or the token after it. With n = 4 and a prompt of two tokens:
 
         prompt + answer   0  1  2  3  4  5  6  7  8  9
         first block          1  2  3  4                 start 1, the last token of the prompt
@@ -328,8 +329,8 @@ def train(model, tokenizer, *, data: Path, out: Path, lr: float, steps: int = 10
     steps: updates of the parameters, 1 or more
     batch: answers of a step, 1 or more. Fewer of them take less memory
     states: the most states of each block of an answer, 1 or more
-    w: weight of the AR loss, 0 or more. In Table 6 a model is faster with 1, and more accurate
-        with 10
+    w: weight of the AR loss, 0 or more. In Table 6, read as weights of means, a model is faster
+        with 1, and more accurate with 10
     seed: another seed draws other answers and states
     """
     if min(steps, batch, states) < 1 or not (lr > 0 and w >= 0):
@@ -378,8 +379,8 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
 
     All tokens that a call makes final count as fast-forwarded. As in Table 3, these include the one
-    that would be right without any guess. A stationary token is right in some state in which a
-    token before it is wrong, and it is right in every later state.
+    that would be right without any guess. A stationary token is right in some state after y(0) in
+    which a token before it is wrong, and it is right in every later state.
 
     log       what `cllm` logged, a record for each block
     eos       token ids that end an answer. A block that has one after its root is left out

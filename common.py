@@ -149,7 +149,7 @@ def attention_mask(windows: dict, visible, positions, slots, like: torch.Tensor)
     visible    bool [B, n, m], what each row may see apart from windows. B is 1, or in a training
                the size of a batch
     positions  [B, n], the positions of the rows
-    slots      [B, m], the positions of the rows in the slots. No window hides a slot at FAR
+    slots      [B, m], the position of the row in each slot. No window hides a slot at FAR
     like       has the dtype and the device of the mask
     returns    [B, 1, n, m]; for several kinds of layers a dictionary of masks
     """
@@ -204,8 +204,8 @@ class CachedLM:
                                         the next call writes over these
 
     model        a model in eval mode, as `load` returns it
-    vocab        how many logits count. Embeddings may be padded beyond the tokenizer. None: all.
-                 `begin` lowers a draft's to the target's, and `full_vocab` keeps the old value
+    vocab        how many logits count, since embeddings may be padded beyond the tokenizer. None:
+                 all. `begin` cuts a draft's to the target's. `full_vocab` keeps the first value
 
     It also has:
 
@@ -286,7 +286,7 @@ class CachedLM:
         return visible, pending[-n:], torch.cat([torch.arange(self.length), pending])
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
-        """Run the model once, on the cache as it is; return logits [B, keep, V]."""
+        """Run the model on tokens [B, n] or embeddings [B, n, d]; return logits [B, keep, V]."""
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         if inputs.ndim > 2 and hasattr(self.model.get_decoder(), "embed_tokens_per_layer"):
             raise InputError(f"expected layers fed by embeddings, got {type(self.model).__name__}")
@@ -340,9 +340,9 @@ class Sampler:
     Why it is a sample of p: x arrives with rate p(x), whatever the others do. Of independent
     exponential times the one of x is the least with probability p(x) / Σ p = p(x).
 
-    Why any guesses leave it exact: p depends on the tokens before the place, and these depend on
-    the numbers of earlier places only. So the E of this place are independent of p, and the token
-    is a sample of p for every text before it. Guesses decide which rows are computed, and not what
+    Why any guesses leave it exact: p depends on the tokens before the place, and they depend on the
+    numbers of earlier places only. So the E of this place are independent of p, and the token is a
+    sample of p whatever was guessed. Guesses decide which rows are computed, and not what
     is chosen in a row, so they may even be made of the same E. The text is a function of model and
     seed, and not of the method. Daliri et al., arXiv 2408.07978.
 
@@ -368,7 +368,7 @@ class Sampler:
     def draw_times(self, place: int, V: int, device) -> torch.Tensor:
         """Draw the E [V] of a place, by the CPU, so that all devices have the same numbers."""
         # Numbers of float32 have steps of 2⁻²⁴ near 1, and would favour some of the rare tokens.
-        # A hash mixes seed and place. The remainder keeps seeds -1 and -2 apart, of one hash.
+        # A hash mixes seed and place. The remainder keeps apart seeds -1 and -2, of one hash.
         rng = torch.Generator().manual_seed(hash((self.seed % (2 ** 61 - 1), place)) % 2 ** 63)
         u = torch.rand(V, dtype=torch.float64, generator=rng).clamp_(min=1e-300)
         return -u.log_().float().to(device)

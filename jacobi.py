@@ -5,9 +5,9 @@ jacobi          y_i <- argmax p(. | y_<i, x) for all i of a block at once, until
                 Decoding", arXiv 2305.10427; with the KV cache as in Kou et al., "CLLMs: Consistency
                 Large Language Models", arXiv 2403.00835, Alg. 3
 lookahead       A window of W columns of guesses stands ahead of the text. Each call runs one Jacobi
-                iteration on it, which adds a token to every column. A token of each level of the
-                window and the new one are an n-gram, and all but its first become guesses. Fu et
-                al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
+                iteration on it, which adds a token to every column. One token of each level and the
+                new one make an n-gram. When its first token is the root, the others are guessed. Fu
+                et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
                 arXiv 2402.02057
 prompt_lookup   Tokens that followed an earlier copy of the text's last token become guesses.
                 Saxena, "Prompt Lookup Decoding", 2023, which is a repository without a paper
@@ -59,12 +59,12 @@ Departures:
   with the guesses. Why: the distribution is the same, with fewer rows, and each node needs one
   draw.
 - Lookahead, one tree. Fu: only the n-grams of the pool are verified, in rows apart from the
-  window's. Here: the window is verified too. Why: one trie is simpler, and rows that both need are
-  computed once.
+  window's. Here: the window is verified too. Why: one trie is simpler, and rows that window and
+  n-grams share are computed once.
 - Lookahead, the window. Released code, when sampling: it may move by all tokens that a call adds
   (ALWAYS_FWD_ONE = 0), and random tokens of the prompt replace an EOS in the newest level. Here: it
-  moves by one position a call, and an EOS stays. So after an accepted guess its tokens stand one
-  position later than they were computed for. Why: n-grams are only guesses.
+  moves by one position a call, and an EOS stays. So each accepted guess leaves the window's tokens
+  one position later than they were computed for. Why: n-grams are only guesses.
 - Lookahead, the pool. Released code: it has the window's n-grams, and the text's only with
   POOL_FROM_PROMPT. It holds at most GUESS_SET_SIZE n-grams of a first token, and is read once the
   window is full. Here: it has both unless `prompt_ngrams` is off, holds all of them, and is read
@@ -139,7 +139,8 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             # Line 8: one call on the last final token and all guesses after it
             logits = target.forward(y[final - 1:])  # [n - final + 1, V]
             chosen = sample(logits, target.places)
-            # Line 9: count the leading guesses that the target chooses too, i* - 1 of them
+            # Line 9: count the leading guesses that the target chooses too. i* counts y[final - 1]
+            # as well. Line 9 compares z with the next z, which is shifted here (see cllm.py)
             agreed = 0
             while final + agreed < n and y[final + agreed] == chosen[agreed]:
                 agreed += 1
@@ -147,9 +148,9 @@ def jacobi(target: CachedLM, prompt: list[int], *, n: int = 16, sample: Sampler 
             chunk = chosen[:agreed + 1]
             # Line 13: keep the cache of the last final token and of the guesses that agreed
             target.commit(range(agreed + 1))
-            # Lines 10 and 14: each other guess becomes what the target chose after the token before
-            # it. A guess that was right is chosen again, also above temperature 0: a place keeps
-            # its random numbers
+            # Lines 10 and 14: each guess becomes what the target chose after the token before it.
+            # Above temperature 0 a place keeps its random numbers, so an equal text before it
+            # always gets the same token
             y = (y[:final] + chosen)[:n]
             final += agreed + 1  # line 11
             record["states"].append(y)  # line 12

@@ -39,20 +39,20 @@ The method is lossless. A guess becomes final only if it equals the token that t
 its position: the argmax, or above temperature 0 the sample of the seed.
 
 Departures:
-- Verification. Paper: segments of discarded tokens that match the target's choices make phrases,
-  and unused suffixes are corrected after a full acceptance. Here: any discarded token, even the
-  rejected one, may begin a phrase, whose last token is the target's choice (see `phrases_of`). All
-  suffixes are corrected in every round. Why: the loop `ouroboros` of the released code
-  (github.com/thunlp/Ouroboros) makes such phrases. After a rejection it corrects no suffix, though
-  it tries to, since the bound of that loop is 0.
+- Verification. Paper: discarded tokens that match the target's choices make phrases, and Section
+  3.3 corrects suffixes after a full acceptance. Here: a phrase may begin with the rejected token,
+  and its last token need not match the draft (see `phrases_of`). All suffixes are corrected in
+  every round. Why: the loop `ouroboros` of the released code (github.com/thunlp/Ouroboros) makes
+  such phrases. After a rejection it corrects no suffix, though it tries to, since the bound of that
+  loop is 0.
 - Eq. 8. Paper: it is printed for the suffixes 2 … K. Here: all K are verified, as Eq. 9 needs.
 - Sampling. Paper: phrases of verification have tokens that are drawn from the target. Here: they
   have its argmaxes. Why: the draft is greedy, and the argmax is the likeliest to be drawn later.
 - Shared nodes. Paper: each suffix has a v of its own (Eq. 8). Here: equal beginnings share nodes
   and samples. Why: the best of several samples would not have the target's distribution.
-- Sizes. Paper: γ is 2 to 6 or 7 to 14, W is 15 to 20 and β is 5 to 7 (Table 10). There is no number
-  for G, the phrases that a draft call tries. Here: γ is 6, W is 2, β is 3 and G is 4. Why: on a CPU
-  each row of a call costs time.
+- Sizes. Paper: γ is 7 to 14 where draft and target agree much, and else 2 to 6, W is 15 to 20 and β
+  is 5 to 7 (Table 10). There is no number for G, the phrases that a draft call tries. Here: γ is 6,
+  W is 2, β is 3 and G is 4. Why: on a CPU each row of a call costs time.
 - The window. Paper: nothing is said. Here: it moves on by one position a draft call, as if nothing
   had been rejected. Its columns are in the tree of the draft call, so the draft model may accept
   their tokens, too. Why: it holds only guesses. The released code keeps it after a rejection too
