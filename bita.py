@@ -420,10 +420,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
     rng = random.Random(seed)
     adam = torch.optim.Adam(tuning.parameters(), lr)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-    bar = tqdm(range(1, steps + 1), "tuning")
-    step = 0
+    bar = tqdm(range(steps), "tuning")
     try:
-        for step in bar:
+        for _ in bar:
             pairs = rng.sample(data, min(batch, len(data)))
             # The anchors y_a, at random positions
             ids, chosen, labels = sample_anchors(pairs, len(tuning.masks), anchors, rng)
@@ -439,7 +438,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
             bar.set_postfix(loss=f"{loss.item():.3f}")
     except KeyboardInterrupt:
         save_tuning(out, tuning, model)
-        print(f"\nstopped in step {step}: saved what was learnt to {out}", file=sys.stderr)
+        print(f"\nstopped after {bar.n} steps: saved what was learnt to {out}", file=sys.stderr)
         raise
     save_tuning(out, tuning, model)
 

@@ -225,6 +225,8 @@ class CachedLM:
         if not set(self.windows) <= set(self.KINDS):
             raise InputError(f"expected layers of {self.KINDS}, got {[*self.windows]}")
         self.cache = KVCache()
+        # Weights that wrap others, as quantised ones, may not be used in inference mode
+        self.plain = not any(hasattr(x, "__tensor_flatten__") for x in model.parameters())
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
         self.vocab = self.full_vocab = min(vocab or len(self.weight), len(self.weight))
         self.length, self.parents, self.calls, self.places = 0, [], 0, []
@@ -263,7 +265,8 @@ class CachedLM:
         self.cache.start = self.prefix + self.length + old  # the slot after all pending nodes
         inputs = torch.as_tensor(ids)[None].to(self.weight.device)
         keep = n if keep is None else keep
-        logits = self.run_model(inputs, positions[None].to(inputs.device), mask, keep)
+        with torch.inference_mode(self.plain), torch.no_grad():
+            logits = self.run_model(inputs, positions[None].to(inputs.device), mask, keep)
         # The tree changes only now, so a pass that raises leaves it as it was.
         self.parents = self.parents + parents
         self.places = (positions[n - keep:] + 1).tolist()

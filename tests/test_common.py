@@ -127,6 +127,26 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
                                            **CLOSE)
 
 
+class Quantised(torch.nn.Parameter):
+    """It is a weight that cannot be used in inference mode, as those of quanto."""
+    __tensor_flatten__ = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), options=None):
+        assert not torch.is_inference_mode_enabled()
+        return super().__torch_function__(function, types, args, options or {})
+
+
+@pytest.mark.parametrize("kind", [CachedLM, EngineLM])
+def test_quantised_weights_need_no_inference_mode(kind):
+    model, expected = tiny("llama"), tokens_of(autoregressive(kind(tiny("llama")), [3, 1, 4]), 9)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = Quantised(layer.mlp.up_proj.weight)
+    lm = kind(model)
+    assert tokens_of(autoregressive(lm, [3, 1, 4]), 9) == expected
+    assert tokens_of(jacobi.prompt_lookup(lm, [3, 1, 4]), 9) == expected
+
+
 LOADED = functools.cache(common.load)
 
 
