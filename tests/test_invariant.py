@@ -207,7 +207,7 @@ def test_texts_part_without_the_change():
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("how", ["plain", "prompt lookup", "a draft"])
 def test_generate_writes_this_text(how, dtype):
-    """`generate` gives boolean masks, or none."""
+    """Masks of `generate` are boolean, or there are none."""
     model, ids = model_of(dtype), torch.tensor([PROMPT])
     options = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 4},
                "a draft": {"assistant_model": families.near(model, 0.01)}}[how]

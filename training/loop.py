@@ -1,4 +1,4 @@
-"""All trainings share what is around their loops. What they learn from is in texts.py.
+"""All trainings share what is around their loops. texts.py has the data that they learn from.
 
     prompts ── the model answers ──> answers-<hash>.jsonl ── split ──> data, held-out examples
                                                                          │           │

@@ -1,5 +1,5 @@
-"""This file makes what most trainings learn from: the model's own answers, and what a frozen model
-computes of their texts. survey/rest.py keeps such answers too, and trains nothing.
+"""This file makes the data of most trainings: the model's own answers, and what a frozen model
+computes of their texts. survey/rest.py keeps answers too, and trains nothing.
 
     prompts ── the model answers ──> answers-<hash>.jsonl ── split ──> data, held-out examples
 """
