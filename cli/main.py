@@ -343,7 +343,8 @@ def run_script(act: Callable[[], int | None]) -> int:
     except MISTAKES as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise  # a mistake of this project, not of its user
-        name = Path(sys.argv[0]).name.replace("__main__.py", "python -m cli")
+        file = Path(sys.argv[0])
+        name = f"python -m {file.parent.name}" if file.name == "__main__.py" else file.name
         print(f"{name}: {shorten(error, MOST)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
