@@ -244,7 +244,6 @@ class CachedLM:
             self.forward(ids[i:i + self.PART], keep=0)
             self.commit(range(len(self.parents)))
 
-    @torch.inference_mode()
     def forward(self, ids, parents: list[int] | None = None, *, keep: int | None = None, **options):
         """Run the model once over n new nodes, which join the pending tree.
 
