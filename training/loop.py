@@ -25,7 +25,7 @@ Three things keep the memory of a training small if the model is large:
 
     Settings          every training can accumulate passes, and limit its texts
     compute_in_parts  a loss can do without the logits of all its rows at once
-    compute_frozen    what a frozen model computes of all texts is kept only if it is small
+    compute_frozen    what a frozen model computes of texts is kept only if it is small (texts.py)
 """
 import functools
 import math
