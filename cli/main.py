@@ -28,14 +28,14 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.options import MODELS, make_sampler, parse_decoding, read_options, select_options
-from cli.prompts import encode_prompts, read_lines_of_terminal, read_texts
+from cli.prompts import encode_prompts, read_texts
 from cli.run import Run, count_guesses, doubt_head, kind_for
 from cli.text import MOST, stream
 from cli.trace import make_page, watch
 from cli.trajectory import show_trajectory
 from common import InputError, autoregressive, context_length, eos_ids
 from support.engine import EngineLM, require, vocab_size
-from support.files import check_result, shorten, write_text
+from support.files import check_result, explain_errors, shorten, write_text
 from support.graphs import GraphedLM
 from support.invariant import make_invariant
 from support.loading import check, load_checked
@@ -108,11 +108,8 @@ class Session:
         self.table = table
         self.traced = []
         require(args.max_new_tokens > 0, "max_new_tokens", "1 or more", args.max_new_tokens)
-        heat = args.temperature
-        require(heat == 0 or 1e-6 <= heat <= 1e6, "temperature", "0, or 1e-6 to 1e6", heat)
-        require(args.top_k >= 0, "top_k", "0 or more", args.top_k)
-        require(1e-30 <= args.top_p <= 1, "top_p", "1e-30 to 1", args.top_p)
-        require(0 <= args.min_p <= 1, "min_p", "0 to 1", args.min_p)
+        with explain_errors("options to sample with", "--temperature, --top-k, --top-p, --min-p"):
+            make_sampler(args)  # transformers checks them
         self.talks = args.chat is not None and not (args.prompt or args.prompts)
         require(not (self.talks and (args.compare or args.tune)), "prompt",
                 "given with --chat and --compare or --tune", "a conversation")
@@ -148,12 +145,14 @@ class Session:
         for lm in run.models.values():
             lm.keeps = True  # so a turn costs only what is new
         said = []
-        for text in read_lines_of_terminal():
-            prompts = encode_prompts(target, tokenizer, [text], self.args.chat, said)
-            self.require_room(prompts)
-            yield text, prompts[0]
-            answer = tokenizer.decode(run.outputs[-1], skip_special_tokens=True)
-            said += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        with suppress(EOFError):  # Ctrl-D ends a conversation as an empty line does
+            for text in iter(lambda: input("\n> "), ""):
+                prompts = encode_prompts(target, tokenizer, [text], self.args.chat, said)
+                self.require_room(prompts)
+                yield text, prompts[0]
+                answer = tokenizer.decode(run.outputs[-1], skip_special_tokens=True)
+                said += [{"role": "user", "content": text},
+                         {"role": "assistant", "content": answer}]
 
     def start_run(self, method, options: dict) -> Run:
         """Make a run of a method, with fresh caches of the models that the method takes.

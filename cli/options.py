@@ -22,7 +22,7 @@ from typing import Iterable
 
 from cli.prompts import read_prompts
 from cli.text import Parser
-from common import InputError, Sampler
+from common import SAMPLING, InputError, Sampler
 from support.engine import MODELS, require
 
 # The annotations of keyword arguments that are options, and how argparse reads each of them
@@ -32,6 +32,13 @@ KINDS = {bool: {"action": BooleanOptionalAction},
          str: {"type": str},
          Path: {"type": Path, "metavar": "FILE"},
          list[int]: {"type": int, "nargs": "+", "metavar": "N"}}
+# What the options of sampling mean
+SAMPLES = {"temperature": "0 takes the likeliest token, more samples",
+           "top_k": "sample from the N likeliest tokens, 0: from all",
+           "top_p": "sample from the likeliest tokens, which have probability X together",
+           "min_p": "sample from tokens that have X times the largest probability",
+           "seed": "another seed, other samples",
+           "coupling": "draft and target sample by the same numbers, so methods write one text"}
 
 
 def read_options(function) -> dict[str, tuple[type, object]]:
@@ -117,18 +124,9 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
         help="a prompt, or - for standard input, repeatable")
     add("--max-new-tokens", type=int, default=256, metavar="N",
         help="the most tokens of an answer (default: 256)")
-    add("--temperature", type=float, default=0.0, metavar="T",
-        help="0 takes the likeliest token, more samples (default: 0)")
-    add("--top-k", type=int, default=0, metavar="K",
-        help="sample from the K likeliest tokens, 0: from all (default: 0)")
-    add("--top-p", type=float, default=1.0, metavar="P",
-        help="sample from the likeliest tokens, which have probability P together (default: 1)")
-    add("--min-p", type=float, default=0.0, metavar="P",
-        help="sample from tokens that have P times the largest probability (default: 0)")
-    add("--coupling", action="store_true",
-        help="let draft and target sample by the same numbers: all methods write a seed's text")
-    add("--seed", type=int, default=0, metavar="N",
-        help="another seed, other samples (default: 0)")
+    for name, default in SAMPLING.items():
+        add(write_option(name), default=default, help=f"{SAMPLES[name]} (default: {default})",
+            **KINDS[type(default)])
     add("--graphs", action=BooleanOptionalAction,
         help="run models by CUDA graphs, which saves launches (default: on a GPU)")
     add("--pack", action=BooleanOptionalAction, default=True,
@@ -150,7 +148,7 @@ def add_decoding_options(parser: ArgumentParser, methods: list) -> None:
 
 def make_sampler(args: Namespace) -> Sampler:
     """Make the Sampler that a command line asks for."""
-    return Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.coupling)
+    return Sampler(**{name: vars(args)[name] for name in SAMPLING})
 
 
 def add_own_options(parser: ArgumentParser, functions: list) -> None:

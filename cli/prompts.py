@@ -7,13 +7,12 @@ import io
 import json
 import sys
 from argparse import ArgumentTypeError, Namespace
-from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterator
+from typing import Callable
 from unittest.mock import patch
 
 from transformers.utils import chat_template_utils
@@ -49,12 +48,6 @@ def read_input() -> str:
     if sys.stdin is None:
         raise InputError("expected a prompt on standard input, got a program that has none")
     return io.TextIOWrapper(io.BytesIO(sys.stdin.buffer.read()), "utf-8-sig").read()
-
-
-def read_lines_of_terminal() -> Iterator[str]:
-    """Yield the lines that are typed, up to an empty one or Ctrl-D."""
-    with suppress(EOFError):
-        yield from iter(lambda: input("\n> "), "")
 
 
 def read_prompts(path: str | Path = MODELS / "examples.jsonl") -> list[str]:

@@ -347,10 +347,10 @@ FIRST = [
 REFUSED = """
 speculative --gam 3
 speculative --max-new-tokens 0
-jacobi --temperature 1e-7
+jacobi --temperature -1
 jacobi --temperature nan
 jacobi --top-k -1
-jacobi --top-p 1e-46
+jacobi --top-p 2
 speculative --device cuda:99
 speculative --prompt text --chat
 speculative --chat enable_thinking=false
