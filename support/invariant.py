@@ -38,25 +38,18 @@ from support.packed import plain
 from support.recurrent import has_states
 
 SIZE = 16  # rows of the calls whose bits count
-MOST = 1 << 22  # scores that attention computes at once, of 8 bytes each
-PART = 1024  # slots whose keys and values are in float64 at once, so that they fit into a cache
+UNSEEN = torch.finfo(torch.float32).min  # with -inf a row that sees no slot would become nan
 TREES = ((3, 2), (20, 7), (50, 17), (90, 33))  # the proof's trees: tokens of context, and nodes
 ACTIVATIONS = {x[0] if isinstance(x, tuple) else x for x in ACT2CLS.values()}
 
 
 # -------------------------------------------------------------------------------------- attention
-def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Multiply x [B, heads, n, i] by y [B, key heads, i, j]: query heads share a key head."""
-    B, heads, n, i = x.shape
-    return (x.reshape(B, y.shape[1], -1, i) @ y).view(B, heads, n, -1)
-
-
 def invariant_attention(module, query, key, value, attention_mask, scaling=None, softcap=None,
                         s_aux=None, **_):
     """Compute attention in float64, and round the output to the model's type.
 
     query           [B, heads, n, d]
-    key, value      [B, key heads, slots, d]
+    key, value      [B, key heads, slots, d]. Query heads share a key head
     attention_mask  [B, 1, n, slots], true or 0 where a row sees a slot, false or -inf elsewhere.
                     None: each row sees all slots up to its own, which is one of the last n
     scaling         the number that scores are multiplied by. None: 1 / √d
@@ -68,21 +61,23 @@ def invariant_attention(module, query, key, value, attention_mask, scaling=None,
     slots, mask = key.shape[2], attention_mask
     if mask is None:
         mask = torch.ones(1, 1, n, slots, device=query.device).tril(slots - n) > 0
-    scaled = query.double() * (d ** -0.5 if scaling is None else scaling)
-    parts, rows = [], max(1, MOST // (B * heads * slots))
-    for q, seen in zip(scaled.split(rows, 2), mask[..., :slots].split(rows, 2)):
-        scores = torch.cat([multiply(q, k.double().mT) for k in key.split(PART, 2)], -1)
-        if softcap is not None:
-            scores = (scores / softcap).tanh() * softcap
-        if seen.dtype == torch.bool:  # with -inf a row that sees no slot would become nan
-            seen = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-        scores = scores + seen
-        if s_aux is not None:
-            sinks = s_aux.double().view(1, -1, 1, 1).expand(B, -1, scores.shape[2], 1)
-            scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., :slots].split(PART, -1)
-        parts.append(sum(multiply(w, v.double()) for w, v in zip(weights, value.split(PART, 2))))
-    return torch.cat(parts, 2).to(query.dtype).transpose(1, 2).contiguous(), None
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, UNSEEN)
+    mask = mask[..., :slots].double().clamp(min=UNSEEN).expand(B, heads, -1, -1)
+    keys, values = key.double(), value.double()
+    if s_aux is not None:  # a sink is one more slot, whose key and value are 0
+        sinks = s_aux.double().view(1, -1, 1, 1).expand(B, -1, n, 1)
+        mask = torch.cat([mask, sinks], -1)
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+    # The heads that share a key head are rows of one head.
+    rows = query.double().reshape(B, key.shape[1], -1, d)
+    mask = mask.reshape(B, key.shape[1], -1, mask.shape[-1])
+    if softcap is None:
+        out = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scaling)
+    else:
+        scores = rows @ keys.mT * (d ** -0.5 if scaling is None else scaling)
+        out = ((scores / softcap).tanh() * softcap + mask).softmax(-1) @ values
+    return out.to(query.dtype).view(B, heads, n, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("invariant", invariant_attention)

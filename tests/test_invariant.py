@@ -215,12 +215,3 @@ def test_generate_writes_this_text(how, dtype):
                              do_sample=False, eos_token_id=None, pad_token_id=1, **options)
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 40)
     assert found[len(PROMPT):].tolist() == expected
-
-
-def test_a_long_prompt_is_read_in_parts(monkeypatch):
-    """Attention computes few scores at a time then. Windows and sinks are those of each part."""
-    model = make_invariant(tiny("gpt-oss"))
-    ids = torch.arange(90)[None] % model.config.vocab_size
-    whole = model(input_ids=ids).logits
-    monkeypatch.setattr(invariant, "MOST", 1000)
-    assert torch.equal(model(input_ids=ids).logits, whole)
