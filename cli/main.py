@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from cli.options import MODELS, make_sampler, parse_decoding, read_options, select_options
 from cli.prompts import encode_prompts, read_texts
-from cli.run import Run, count_guesses, doubt_head, kind_for
+from cli.run import Run, count_guesses, kind_for
 from cli.text import MOST, stream
 from cli.trace import make_page, watch
 from cli.trajectory import show_trajectory
@@ -121,7 +121,8 @@ class Session:
         self.on_gpu = target.device.type == "cuda"
         self.run_as = EngineLM
         usual = self.on_gpu and table.graphs and not any(map(has_states, self.models.values()))
-        if usual if args.graphs is None else args.graphs:
+        wanted = usual if args.graphs is None else args.graphs
+        if wanted:
             self.run_as = GraphedLM
             for model in self.models.values():
                 check(model, partial(GraphedLM, waits=False))  # once more, by what a replay gives
@@ -205,9 +206,7 @@ class Session:
         finally:  # also after Ctrl-C
             if show and run.tokens:
                 print(run, file=sys.stderr)  # now: a report may make more calls
-                trained = "adapter" in run.method.__annotations__
-                doubt = doubt_head(run.outputs[0], run.log) if trained else ""
-                print(self.table.report(run) + doubt, file=sys.stderr)
+                print(self.table.report(run), file=sys.stderr)
         return run
 
 

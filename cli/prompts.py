@@ -18,7 +18,7 @@ from unittest.mock import patch
 from transformers.utils import chat_template_utils
 
 from common import InputError, eos_ids, until
-from support.engine import MODELS
+from support.engine import MODELS, require
 from support.files import explain, explain_errors
 from training.settings import Pair
 
@@ -143,6 +143,7 @@ def encode_prompts(model, tokenizer, texts: list[str], chat: dict | None,
                 text = tokenizer.apply_chat_template(messages, **chat, tokenize=False,
                                                      add_generation_prompt=True)
             ids = tokenizer.encode(text, add_special_tokens=False)
+            require(ids != [], "chat", "for a chat template that says something", repr(text))
         if max(ids) >= rows:
             token = tokenizer.convert_ids_to_tokens(max(ids))
             raise InputError(f"expected tokens that the model has embeddings for, {rows} of them, "

@@ -1,14 +1,11 @@
 """Runs one method on one prompt after another, and keeps what it wrote and what that took."""
 import time
 from os.path import commonprefix
+from statistics import mean
 from typing import Iterator
 
 from common import Sampler, greedy, until
 from support.engine import EngineLM
-
-FIRST = 64  # tokens of an answer by which a head is doubted
-ENOUGH = 16  # guesses that must have been tried for that
-MONOTONE = 0.7  # if one token is more of the text than this, no head is doubted
 
 
 def kind_for(method, run_as: type[EngineLM], name: str = "target") -> type[EngineLM]:
@@ -29,9 +26,7 @@ def count_guesses(run) -> str:
     run   the run. A record of its log has "guessed", "accepted", and "layers" where a model drafts
           with some of its own: how many of them ran one after the other
     """
-    rounds = len(run.log)
-    guesses = sum(record["guessed"] for record in run.log) / rounds
-    accepted = sum(record["accepted"] for record in run.log) / rounds
+    guesses, accepted = (mean(record[x] for record in run.log) for x in ("guessed", "accepted"))
     said = f"a round: {guesses:.1f} guesses, {accepted:.2f} accepted"
     if "layers" in run.log[0]:
         layers = sum(record["layers"] for record in run.log) / run.tokens
@@ -82,8 +77,8 @@ class Run:
         chunks = self.method(*models, prompt=prompt, sample=sample, log=self.log, **self.options)
         began = self.read_clock()
         for chunk in until(chunks, limit, self.eos):
-            # A whole chunk has a token more than were accepted. From a shorter one accepted tokens
-            # were cut off.
+            # A whole chunk has one token more than were accepted. If the end of the answer cut a
+            # chunk, its accepted tokens are those that are left.
             if self.log and self.log[-1].get("accepted", -1) >= len(chunk):
                 self.log[-1] |= {"accepted": len(chunk), "cut": True}
             self.seconds += self.read_clock() - began
@@ -131,27 +126,3 @@ class Run:
             first, second = scores.topk(2).values[0].tolist()
             return f"output differs at token {n + 1}: largest scores {first:.5g}, {second:.5g}"
         return ""
-
-
-def doubt_head(text: list[int], log: list[dict]) -> str:
-    """Say in a line that a trained head fits the target badly. An empty text if it does not.
-
-    A head that reads the wrong layers, or whose tokens are shifted, leaves the text as it is, and
-    nobody would notice. Its guesses are compared with one guess for all tokens, the most frequent
-    one. If this one is right more often, the head is doubted. Trees hold several guesses for a
-    token, so only a head that is quite wrong is found. A text of nearly only one token says nothing
-    of a head, since a round also ends if all its guesses were right.
-
-    text   the tokens of an answer, whose first ones are looked at
-    log    the records of its rounds
-    """
-    text, right, tried, end = text[:FIRST], 0, 0, 0
-    for record in log:
-        end += record["accepted"] + 1
-        if record["guessed"] and end <= len(text):  # a round ends with a wrong guess
-            right, tried = right + record["accepted"], tried + record["accepted"] + 1
-    constant = max(map(text.count, text)) / len(text)
-    if tried < ENOUGH or right / tried >= constant or constant > MONOTONE:
-        return ""
-    return (f"\nthe head fits this model badly: {right / tried:.0%} of its guesses are right, and "
-            f"{constant:.0%} would be of one token alone")

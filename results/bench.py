@@ -195,7 +195,7 @@ class Bench:
             require(vars(args)[option] >= 1, option, "1 or more", vars(args)[option])
         self.args, self.tokenizer = args, None
         self.run_as = GraphedLM if args.graphs else EngineLM
-        if args.draft is None and args.target == EMBEDDED:
+        if args.draft is None and Path(args.target).resolve() == Path(EMBEDDED):
             args.draft = str(ROOT / "models/draft")
         models = [self.load(path) for path in (args.target, args.draft) if path]
         self.target = models[0]
@@ -213,7 +213,6 @@ class Bench:
                 f"at most {room} for these prompts and a context of {context}",
                 args.max_new_tokens)
         self.dropped = 0
-        self.categories = [*texts]
         # The task of each prompt, by which an answer can be graded. Prompts of a file have none.
         examples = [example for some in taken.values() for example in some]
         self.examples = {tuple(prompt): example for prompt, example in zip(every, examples)}
@@ -446,8 +445,10 @@ def build_peers(bench: Bench) -> list[tuple[str, str, Theirs]]:
 def choose_lines(args: argparse.Namespace) -> list[str]:
     """List the rows that the command line asks for; the first one is AR."""
     lines = [*ALL] if not (args.only or args.row) else ALL[:1]
-    starts = tuple(set(args.only) - {*ALL})  # a whole name means itself only
-    lines += [line for line in ALL if line in args.only or line.startswith(starts)]
+    for name in args.only:
+        found = [name] if name in ALL else [line for line in ALL if line.startswith(name)]
+        require(found != [], "only", "rows, or how their names begin", repr(name))
+        lines += found
     return [*dict.fromkeys(lines + args.row)]
 
 

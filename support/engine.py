@@ -10,17 +10,14 @@ and others find the layers, the depth and the vocabulary of a model.
 """
 import time
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Callable
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from common import InputError
+from common import MODELS, InputError  # noqa: F401  (methods take MODELS from here)
 from support.recurrent import RecurrentLM, has_states
-
-MODELS = Path(__file__).resolve().parent.parent / "models"
 
 
 def require(fits: bool, option: str, expected: str, got) -> None:
@@ -121,13 +118,13 @@ class EngineLM(RecurrentLM):
 
     features         [n, d], what the LM head read of the rows of the last call, or what `taps`
                      says. After `start`: of all tokens of the text
-    whole            the features of the context's tokens, in a buffer that grows when it is full
+    whole            the features of the context's tokens, where they are kept
     taps             numbers of layers, whose inputs are the features, as `start` is given them.
                      None: the features are what the LM head read
     passes           for each pass its rows, how many of them the LM head read, and its seconds
     setup_seconds    of what `once` made: of files that are read
-    memo             results of `once`, by what was asked for. A method that writes another model's
-                     text keeps that model here as "writer"
+    memo             what `once` made, by function, arguments and key. A method that writes the text
+                     of another model, such as a tuned one, keeps that model here as "writer"
     dtype            the model's type, which must stay as it is
     """
     def __init__(self, model, vocab: int | None = None):
@@ -147,7 +144,7 @@ class EngineLM(RecurrentLM):
         kept = 0
         if self.keeps and taps == self.taps:
             alike = [old == new for old, new in zip(self.text[:self.length], ids)]
-            kept = [*alike, False].index(False)
+            kept = [*alike, False].index(False)  # how many tokens both texts begin with
         if kept == 0:
             self.taps, self.whole = taps, None
         super().start(ids, kept)
@@ -167,15 +164,12 @@ class EngineLM(RecurrentLM):
     def commit(self, path: list[int]) -> None:
         first = self.length
         super().commit(path)
-        # Rounds need no features of the whole text, unless the next text may begin with it. Passes
-        # that give no logits are those of `start`, and the last one of a draft of LayerSkip.
+        # `start` returns with the features of the context, so they are kept while it runs. Its
+        # passes give no logits, and so `places` is empty then. In rounds features are kept only if
+        # the next text may begin with this one.
         if path and (self.keeps or not self.places):
-            rows = torch.cat(self.fed)[list(path)]
-            known = rows[:0] if self.whole is None else self.whole
-            if self.length > len(known):
-                known = F.pad(known, (0, 0, 0, self.length))  # as many more rows as the text has
-            known[first:self.length] = rows
-            self.whole = known
+            known = [] if self.whole is None else [self.whole[:first]]
+            self.whole = torch.cat([*known, torch.cat(self.fed)[list(path)]])
 
     def run_model(self, inputs: torch.Tensor, positions: torch.Tensor, mask, keep: int):
         seen = []
@@ -190,7 +184,7 @@ class EngineLM(RecurrentLM):
         A method is called anew for each prompt, and prepares here what serves all prompts. All
         arguments must be hashable.
 
-        key   what tells results of the same arguments apart, such as what guesses
+        key   what else the result depends on, such as the method whose guesses it learns from
         """
         key = make, args, *key
         if key not in self.memo:
@@ -239,7 +233,7 @@ def grouped_attention(module, query, key, value, attention_mask, **options):
     if attention_mask is None:
         return AttentionInterface()["sdpa"](module, query, key, value, None, **options)
     B, heads, n, d = query.shape
-    rows = query.reshape(B, key.shape[1], -1, d)
+    rows = query.reshape(B, key.shape[1], -1, d)  # all rows of one query head, then of the next
     mask = attention_mask.expand(-1, heads // key.shape[1], -1, -1).reshape(B, 1, -1, key.shape[2])
     out = F.scaled_dot_product_attention(rows, key, value, mask, scale=options.get("scaling"))
     return out.reshape(B, heads, n, -1).transpose(1, 2).contiguous(), None

@@ -13,8 +13,8 @@ A row depends on others in four ways. This is what becomes of each:
                     sums run in float64. There a product of two numbers of half precision is exact,
                     and a sum is off by 2⁻⁵⁰, so that all orders of the slots round alike.
     linear layers   A kernel is chosen by the number of rows. Each number is tried once. If a call
-      and norms     of so many rows has other bits than a call of 16, zeros fill the rows up to a
-                    number that has the bits of 16.
+      and norms     of so many rows has other bits than a call of 16, zeros fill it up to a number
+                    of rows that has the bits of 16.
     activations     A CPU computes most numbers of a tensor in vectors, and the last ones one by
                     one, some of them by another formula. So activations run in float64.
     experts         An expert gets as many rows of a call as chose it. So they run row by row.
@@ -34,6 +34,7 @@ from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from common import CachedLM, InputError, ancestor_mask
+from support.files import explain_errors
 from support.packed import plain
 from support.recurrent import has_states
 
@@ -125,8 +126,9 @@ def find_size(part, rows: torch.Tensor) -> int:
 def find_row(part, like: torch.Tensor) -> torch.Tensor:
     """Make the row [d] that shows best in which order a layer sums: in the type and place of like.
 
-    The order shows little in sums of random numbers. So k inputs are chosen to cancel the first k
-    outputs, twice more what rounding left, and only bits of the order remain.
+    The order shows little in sums of random numbers. So k of the inputs are chosen such that the
+    first k outputs cancel. Twice more, k others cancel what rounding left of them. Then these
+    outputs are rounding only, which differs with the order.
     """
     d, rng = len(like), torch.Generator().manual_seed(0)
     row = torch.randn(d, generator=rng).to(like)
@@ -166,7 +168,7 @@ def change_layer(part: torch.nn.Module, alike: dict) -> None:
     shape = getattr(getattr(part, "weight", None), "shape", None)
     if "experts" in inner:
         part.forward = partial(run_alone, part)
-    elif isinstance(part, (torch.nn.Linear, Conv1D)) or "Norm" in kind.__name__ and not inner:
+    elif isinstance(part, (torch.nn.Linear, Conv1D)) or ("Norm" in kind.__name__ and not inner):
         part.forward = partial(run_rows, part, alike.setdefault((kind, shape), {}))
     elif kind in ACTIVATIONS:
         part.forward = partial(run_double, part)
@@ -190,7 +192,8 @@ def make_invariant(model, run_as: type[CachedLM] = CachedLM):
     alike = {}
     for part in model.modules():
         change_layer(part, alike)
-    after = model(input_ids=ids, use_cache=False).logits.float()
+    with explain_errors("a model of usual layers for --invariant", name):
+        after = model(input_ids=ids, use_cache=False).logits.float()
     error = (after - before).abs().mean() / before.abs().mean()
     if not error < (1e-3 if model.dtype == torch.float32 else 0.1):
         raise InputError(f"--invariant changes the logits of {name} by {error:.1e}")

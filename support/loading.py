@@ -6,46 +6,22 @@
 """
 import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from common import InputError
 from support.engine import EngineLM
 from support.files import ask_hub, check_file, explain_errors
 
-# Parts of transformers that warn of a wrong tokenizer or configuration
-WARN = ("tokenization_utils_tokenizers", "configuration_utils", "modeling_rope_utils")
+# Even if all else is quiet, these parts of transformers warn of a wrong tokenizer or positions.
+for name in ("tokenization_utils_tokenizers", "modeling_rope_utils"):
+    logging.get_logger(f"transformers.{name}").setLevel("WARNING")
 
 
-@contextmanager
-def hold_warnings():
-    """Let transformers warn of a wrong tokenizer or configuration once the `with` block has ended.
-
-    This holds even if all else is quiet, as on a command line. What is refused gets no warning, so
-    that a refusal is one line.
-    """
-    held = []
-    hold = held.append  # it returns None, so a held record goes no further
-    loggers = [logging.get_logger(f"transformers.{name}") for name in WARN]
-    for logger in loggers:
-        logger.setLevel("WARNING")
-        logger.addFilter(hold)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.setLevel("NOTSET")  # that of transformers, as before
-            logger.removeFilter(hold)
-    for record in held:
-        logging.get_logger(record.name).handle(record)
-
-
-@hold_warnings()
 def load(path: str, device: str | None = None, dtype: str | None = None, **options):
     """Load a model and its tokenizer. Code that comes with a checkpoint is never run.
 
@@ -74,7 +50,6 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
         raise InputError(f"expected all weights of {type(model).__name__} and no others, got "
                          f"{str(path)!r} with {len(wrong)} quantised, missing, without a place or "
                          f"of another size: {min(wrong)}")
-    refuse_integers(model, path)
     return check(model), tokenizer
 
 
@@ -89,36 +64,20 @@ def list_lost(model, names: set[str]) -> list[str]:
     names   the tensors that it has no place for
     """
     # Some checkpoints lack the prefix of the model without its LM head, as GPT-2's.
-    parts, lost = dict([*model.named_modules(), *model.base_model.named_modules()]), []
+    parts = dict([*model.named_modules(), *model.base_model.named_modules()])
+    lost = []
     for name in names:
         place, _, kind = name.rpartition(".")
-        if place in parts:  # a causal mask is called bias, too: of attention, without a weight
+        # An old causal mask is called bias, too, but its attention has no parameter of its own.
+        if place in parts:
             lacks = len(parts[place]._parameters) > 0
         else:
             layer = re.match(r".*?\.\d+(?=\.)", place)
             lacks = layer is not None and layer[0] in parts
-        scales = "scale" in kind and place != "" and place in parts
+        scales = (kind == "SCB" or "scale" in kind) and place != "" and place in parts
         if "lora_" in name or scales or (lacks and kind in ("weight", "bias")):
             lost.append(name)
     return lost
-
-
-def refuse_integers(model, path: str) -> None:
-    """Raise an InputError for weights that are integers, whose scales nothing explains.
-
-    model   what `load` made of them
-    path    the directory or hub id that it was loaded from
-    """
-    if hasattr(model, "is_quantized"):  # transformers knew how to read them
-        return
-    for file in Path(cached_file(path, "config.json")).parent.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                # Old causal masks, which are called bias, are such integers as well. Floats of 8
-                # bits are numbers by themselves: `load` refuses them if scales come with them.
-                if tensors.get_slice(name).get_dtype() in ("I8", "U8") and "bias" not in name:
-                    raise InputError(f"expected weights that are not quantised, got {str(path)!r}: "
-                                     f"{name} has integers of 8 bits")
 
 
 @torch.inference_mode()

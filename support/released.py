@@ -46,14 +46,10 @@ from transformers.utils import cached_file
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # What a message calls a kind of head, and names by which it is known. The kinds are tried in this
-# order, since EAGLE-3 and DFlash have the name of EAGLE, too. No file here reads the three kinds
-# after Medusa's, which are in the table for messages only.
+# order, since EAGLE-3 and DFlash have the name of EAGLE, too.
 KINDS = {
     "an EAGLE-3 head": r"(midlayer|layers\.0)\.hidden_norm\.weight",
     "Medusa heads": r"(medusa_head\.)?0\.[01]\..*",
-    "a DFlash 2 draft": r"candidate_selector\..*",
-    "a Domino draft": r"(logits_correction\.)?prefix_gru\..*",
-    "a DSpark draft whose Markov head reads more than a token": r"markov_head\.(gate|joint)_.*",
     "a DFlash draft": r"hidden_norm\.weight",
     "an EAGLE head": r"fc\.weight"}
 # The settings of a layer that are read from a head's configuration:
@@ -233,11 +229,6 @@ def describe_dflash(model, ids: list[int], mask: int, layers: int, B: int, marko
         "dflash_config": {"target_layer_ids": ids, "mask_token_id": mask}}
 
 
-def find_setting(told: dict, names: Sequence[str], default):
-    """Return the first of some settings that a configuration has, or a default value."""
-    return next((told[name] for name in names if told.get(name) is not None), default)
-
-
 class Form(NamedTuple):
     """Describe a draft of DFlash, in whatever layout it was released."""
     layers: Qwen3Config  # the configuration of its layers
@@ -245,7 +236,9 @@ class Form(NamedTuple):
     rows: int  # of a block
     mask: int  # the token whose embedding the masks read
     first: int  # the first row of a block that guesses: 0, the root's, or 1
-    sees: dict[str, tuple]  # {kind of a layer: (low, high)}. A row sees low to high - 1 places back
+    # {kind of a layer: (low, high)}. A row sees those that are at least low and less than high
+    # places before it. A negative low means that it looks ahead within the block
+    sees: dict[str, tuple]
     scale: float  # of embeddings
     multiplier: float  # of logits
     cap: float  # of logits. 0: there is none
@@ -259,66 +252,35 @@ def read_dflash(config: dict, model) -> Form:
     model    the target
     """
     settings = config | (config.get("dflash_config") or {})
-    if "aux_hidden_state_layer_ids" in settings:
-        return read_speculators(settings, model)
-    if "DSpark" in str(settings.get("architectures")):
-        return read_deepspec(settings, model)
-    return read_zlab(settings, model)
-
-
-def read_zlab(settings: dict, model) -> Form:
-    """Read z-lab's layout, whose layers are those whose outputs are read."""
-    return make_form(settings, model, [1 + i for i in settings["target_layer_ids"]])
-
-
-def read_deepspec(settings: dict, model) -> Form:
-    """Read DeepSpec's layout, in which the root's row guesses, too."""
-    listed = [1 + i for i in settings["target_layer_ids"]]
-    return make_form({"sample_from_anchor": True} | settings, model, listed)
-
-
-def read_speculators(settings: dict, model) -> Form:
-    """Read the layout of speculators, whose layers are those whose inputs are read.
-
-    Its layers of another kind than Qwen3's have windows without saying so.
-    """
-    windows = settings.get("model_type") != "qwen3"
-    return make_form({"use_sliding_window": windows} | settings, model,
-                     settings["aux_hidden_state_layer_ids"])
-
-
-def make_form(settings: dict, model, listed: list[int]) -> Form:
-    """Make the form of a draft of DFlash.
-
-    settings  all that config.json says, with the defaults of its layout
-    model     the target
-    listed    the layers whose inputs it reads, as they are listed
-    """
+    if "aux_hidden_state_layer_ids" in settings:  # speculators: layers whose inputs are read
+        listed = settings["aux_hidden_state_layer_ids"]
+        # Layers of another kind than Qwen3's have windows, which the file does not say.
+        usual = {"use_sliding_window": settings.get("model_type") != "qwen3"}
+    else:  # z-lab and DeepSpec: layers whose outputs are read
+        listed = [1 + i for i in settings["target_layer_ids"]]
+        usual = {"sample_from_anchor": "DSpark" in str(settings.get("architectures"))}
+    settings = usual | settings
     if settings.get("sliding_window", 0) is None:  # Qwen3's configuration would have one of 4096
-        settings = settings | {"use_sliding_window": False}
+        settings["use_sliding_window"] = False
     layers = read_layer_config("config.json", settings, model, Qwen3Config, DFLASH)
     layers._attn_implementation = "grouped"  # the attention of support/engine.py
-    sees = {}
-    for kind, causal, high in (
-            ("full_attention", False, math.inf),
-            ("sliding_attention", not settings.get("sliding_window_non_causal"),
-             layers.sliding_window or math.inf)):
-        causal = find_setting(settings, ("is_causal", "causal"), causal)
-        sees[kind] = (0 if causal else 1 - high, high)
-    root_guesses = find_setting(
-        settings, ("sample_from_anchor", "query_zero_predicts_next", "shift_label"), False)
+    causal = settings.get("is_causal", settings.get("causal"))
+    slides = not settings.get("sliding_window_non_causal") if causal is None else causal
+    window = layers.sliding_window or math.inf
+    sees = {"full_attention": (0 if causal else -math.inf, math.inf),
+            "sliding_attention": (0 if slides else 1 - window, window)}
+    root_guesses = any(settings.get(name) for name in (
+        "sample_from_anchor", "query_zero_predicts_next", "shift_label"))
     form = Form(layers, listed, settings["block_size"], settings["mask_token_id"],
-                1 - bool(root_guesses), sees,
-                find_setting(settings, ["input_embedding_scale"], 1.0),
-                find_setting(settings, ["output_multiplier"], 1.0),
-                find_setting(settings, ["final_logit_softcapping"], 0.0),
-                find_setting(settings, ["markov_rank"], 0))
+                0 if root_guesses else 1, sees, settings.get("input_embedding_scale") or 1.0,
+                settings.get("output_multiplier") or 1.0,
+                settings.get("final_logit_softcapping") or 0.0, settings.get("markov_rank") or 0)
     check_dflash(settings, form, model)
     return form
 
 
 def check_dflash(settings: dict, form: Form, model) -> None:
-    """Raise an InputError if a draft of DFlash does not fit a model. See `make_form`."""
+    """Raise an InputError if a draft of DFlash does not fit a model. See `read_dflash`."""
     table, h, L = model.get_input_embeddings().weight, form.layers.hidden_size, depth_of(model)
     depth, taps = settings.get("num_target_layers"), sorted(form.listed)
     # With these settings a draft has other layers or masks than are computed here.
@@ -355,23 +317,19 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
     returns     the layer. InputError if tensors are missing or unknown, or if the embeddings are of
                 another model
     """
-    table = draft.lm.get_input_embeddings().weight
-    if "embed_tokens.weight" in tensors:
-        empty = table.new_empty(len(table), draft.config.hidden_size)
-        own = torch.nn.Embedding.from_pretrained(empty)
-        fill(parameters | {"embed_tokens.weight": own.weight}, tensors, path)
-        if not torch.equal(own.weight, table):
-            draft.lm.set_input_embeddings(own)
-        # Embeddings of another width than the target's cannot be compared with them.
-        require(empty.shape != table.shape or belongs(some_embeddings(draft.lm), model), "adapter",
-                "a head for this model", f"{path!r}, which is for another")
-    else:
-        fill(parameters, tensors, path)
+    # A released head reads rows of the table as they are, also where its target scales them.
+    table = torch.nn.Embedding.from_pretrained(draft.lm.get_input_embeddings().weight)
+    own = take_own(table, tensors, "embed_tokens.weight", path, width=draft.config.hidden_size)
+    draft.lm.set_input_embeddings(own)
+    fill(parameters, tensors, path)
+    # Embeddings of another width than the target's cannot be compared with them.
+    require(own.weight.shape != table.weight.shape or belongs(some_embeddings(draft.lm), model),
+            "adapter", "a head for this model", f"{path!r}, which is for another")
     return match_type(draft, model)
 
 
 def take_own(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: str, path: str,
-             rows: int = 0) -> torch.nn.Module:
+             rows: int = 0, width: int = 0) -> torch.nn.Module:
     """Take an LM head or embeddings out of a head's tensors, and use them if they are others.
 
     module   the target's
@@ -379,15 +337,17 @@ def take_own(module: torch.nn.Module, tensors: dict[str, torch.Tensor], name: st
     name     the name of the table among them
     path     the head's, for messages
     rows     how many rows its table has. 0: as many as the target's
+    width    how many numbers a row has. 0: as many as the target's
     returns  the target's module if the head has no table or the same one, and otherwise a module
              with the head's. InputError if that table is damaged or of another shape
     """
     table = plain(module.weight)
-    given, rows = tensors.pop(name, table), rows or len(table)
-    if rows == len(table) and torch.equal(given.to(table), table):
+    given = tensors.pop(name, table)
+    shape = rows or len(table), width or table.shape[1]
+    if shape == table.shape and torch.equal(given.to(table), table):
         return module
     own = share_weights(module)
-    own.weight = torch.nn.Parameter(table.new_empty(rows, table.shape[1]), requires_grad=False)
+    own.weight = torch.nn.Parameter(table.new_empty(shape), requires_grad=False)
     fill({name: own.weight}, {name: given}, path)
     return own
 
@@ -409,7 +369,7 @@ def load_dflash(path: str | Path, title: str, model, make: Callable[[dict], Part
     tensors = {}
     for name, x in found.items():
         stem, _, last = name.rpartition(".")
-        # The first are copies of the target's tensors. No guess reads the second.
+        # verifier_… are copies of the target's tensors. No guess reads a confidence head.
         if not name.startswith(("verifier_", "confidence_head.")):
             tensors[f"{DSPARK.get(stem, stem)}.{last}".removeprefix(".")] = x
     vocab = take_vocab(tensors, path, model)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from cli.run import doubt_head
 from families import tiny
 from heads import attend, norm
 from helpers import CLOSE, check_refused, note_calls, take
@@ -338,9 +337,7 @@ REFUSED = {  # kind: what its head has instead, in tensors or configuration, and
         ({"use_swa": True}, r"not known here, got \['use_swa'\]"),
         ({"d2t": torch.full((20,), 61)}, "a head for 61 tokens"),
         ({"embed_tokens.weight": torch.ones(60, 32)}, "expected tensors {'embed_tokens.w.*61,"),
-        ({"candidate_selector.hidden_projection.weight": torch.ones(2)}, ", a DFlash 2 draft"),
-        ({"prefix_gru.weight_ih_l0": torch.ones(2)}, "got .*, a Domino draft"),
-        ({"markov_head.gate_proj.weight": torch.ones(2)}, "Markov head reads more than a token"),
+        ({"markov_head.gate_proj.weight": torch.ones(2)}, "with {'markov_head.gate_proj.weight'"),
         ({"fc.weight_scale": torch.ones(32)}, "with {'fc.weight_scale'"),
         ({"hidden_norm.weight": None}, "be a DFlash draft, got .*, an EAGLE head")]}
 
@@ -354,13 +351,6 @@ def test_a_head_that_would_be_misread_is_refused(tmp_path, embedded, name, chang
         (tensors if value is None or torch.is_tensor(value) else config)[key] = value
     tensors = {key: x for key, x in tensors.items() if x is not None}
     check_refused(said, kind.load, write(tmp_path, config, tensors), model)
-
-
-def test_a_head_is_doubted_by_a_text_that_varies():
-    """Every third round has all its guesses right. A text of one token says nothing."""
-    log = [{"guessed": 2, "accepted": n} for n in (0, 0, 2)] * 6
-    assert "badly: 40% of its guesses are right, and 60%" in doubt_head([5, 5, 5, 6, 7] * 6, log)
-    assert doubt_head([5] * 30, log) == doubt_head([5, 6, 7] * 10, log) == ""
 
 
 def test_a_head_whose_files_are_incomplete_or_run_code(tmp_path, embedded, monkeypatch):
