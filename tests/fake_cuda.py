@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # kernels that call other operations
@@ -69,15 +70,7 @@ def is_gpu(device) -> bool:
 
 def tensors_in(*values) -> list[Tensor]:
     """Find the tensors among arguments, lists of them, and keyword arguments."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 @functools.cache

@@ -123,17 +123,13 @@ def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
     sys.exit(act(*args))
 
 
-def interrupting(act, number: int, after: bool = False):
-    """Wrap `act` so that Ctrl-C stops its call of this number, before it does anything or
-    `after` it."""
+def interrupting(act, number: int):
+    """Wrap `act` so that Ctrl-C comes at the end of its call of this number."""
     calls = itertools.count(1)
 
     def stopped(*args, **options):
-        last = next(calls) == number
-        if last and not after:
-            raise KeyboardInterrupt
         result = act(*args, **options)
-        if last:
+        if next(calls) == number:
             raise KeyboardInterrupt
         return result
     return stopped

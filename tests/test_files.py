@@ -48,7 +48,7 @@ def test_a_result_is_whole_or_the_old_one_stays(tmp_path):
     write_text(file, "old")
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(file, interrupting(lambda fresh: fresh.write_text("half"), 1, after=True))
+        write_whole(file, interrupting(lambda fresh: fresh.write_text("half"), 1))
     assert file.read_text() == "old"
     write_text(tmp_path / "link", "new")
     assert file.read_text() == "new" and [*file.parent.iterdir()] == [file]
