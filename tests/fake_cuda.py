@@ -200,8 +200,7 @@ class Functions(TorchFunctionMode):
                     Tensor.is_cuda.__get__: on_gpu, Tensor.to: self.to, Tensor.tolist: self.tolist,
                     Tensor.cpu: lambda x: gpu.move(x, False), Tensor.numpy: self.numpy,
                     Tensor.is_cpu.__get__: lambda x: not on_gpu(x),
-                    Tensor.cuda: lambda x, *_: gpu.move(x, True),
-                    Tensor.__array__: self.numpy, torch._C._nn.one_hot: self.one_hot}
+                    torch._C._nn.one_hot: self.one_hot}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

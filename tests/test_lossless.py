@@ -52,7 +52,7 @@ from helpers import check_refused, take, tokens_of
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from methods import (END, LOSSY, METHODS, PROMPT, Line, autoregressive_text, chunks_of,
                      play_rounds)
-from naive import KnowingLM, NaiveLM
+from naive import NaiveLM
 from sources import FILES, functions_of
 from support.engine import EngineLM
 from support.graphs import GraphedLM
@@ -405,12 +405,11 @@ def test_heads_and_layers_whose_weights_overflow(name):
 def test_a_rule_of_a_paper_leaves_the_targets_law(name, monkeypatch):
     """Where the seed does not fix the text. A model of three tokens; rounds until two tokens are
     final or more. All that follows has the target's law if this holds for every beginning, so it is
-    appended by the chain rule. Each text is run once, without caches."""
+    appended by the chain rule."""
     monkeypatch.setattr(sequoia, "draw_children", draw_by_choices)
-    monkeypatch.setattr(KnowingLM, "known", {})
     model, prompt, lengths = tiny("llama", vocab_size=8), [0, 1, 2, 0, 1], set()
     line = METHODS[name](model)
-    run_as = functools.cache(EngineLM if name == "triforce" else KnowingLM)  # each model once
+    run_as = functools.cache(EngineLM)  # each model once
     V, target = line.vocab, run_as(model, line.vocab)
 
     @functools.cache

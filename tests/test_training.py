@@ -52,17 +52,10 @@ class Toy:
         total = sum(p.sum().item() for p in self.parameters.values())
         return {"total": total, "list": [[total]]}, f"in all {total:.3f}"
 
-    def train(self) -> dict:
-        return self.training.train(self.loss_of, self.evaluate)
-
-    def weights(self) -> list[float]:
-        return parameters_to_vector(self.parameters.values()).tolist()
-
-
-def train_toy(*args, **options) -> tuple:
-    """Return the curve and the weights of a whole run."""
-    toy = Toy(*args, **options)
-    return toy.train(), toy.weights()
+    def train(self) -> tuple[dict, list[float]]:
+        """Return the curve and the weights of a whole run."""
+        curve = self.training.train(self.loss_of, self.evaluate)
+        return curve, parameters_to_vector(self.parameters.values()).tolist()
 
 
 @pytest.mark.parametrize("scale, norm, value", [
@@ -70,7 +63,7 @@ def train_toy(*args, **options) -> tuple:
 def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, value):
     toy, plain = (Toy(scale=scale, max_norm=norm, max_value=value, steps=6) for _ in range(2))
     adam = AdamW(plain.parameters.values(), lr=0.1, weight_decay=0.0)
-    toy.train()
+    _, weights = toy.train()
     for step in range(6):
         for w in toy.sampled[2 * step:2 * step + 2]:
             loss = (plain.parameters["w"] - torch.tensor(w)).square().sum()
@@ -82,7 +75,8 @@ def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, va
         adam.param_groups[0]["lr"] = 0.1 * 0.5 * (1 + math.cos(math.pi * step / 6))
         adam.step()
         adam.zero_grad()
-    assert toy.weights() == pytest.approx(plain.weights(), abs=1e-5)
+    expected = parameters_to_vector(plain.parameters.values()).tolist()
+    assert weights == pytest.approx(expected, abs=1e-5)
 
 
 def test_rates():
@@ -106,7 +100,7 @@ def test_reports(capsys):
     """A run says what it takes: 4 numbers of 4 bytes, each with its gradient and two moments.
 
     Figures are made before the first step, about ten times on the way, and at the end."""
-    assert list(Toy(steps=25).train()) == [*range(0, 25, 2), 25]
+    assert list(Toy(steps=25).train()[0]) == [*range(0, 25, 2), 25]
     first, *lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert first == "toy: 25 steps, 4 trained numbers, 6.4e-08 GB with gradients and moments"
     assert lines[0] == "step 0: in all 1.600" and len(lines) == 14
@@ -174,7 +168,7 @@ def test_rows_of_few_texts_are_sampled_and_all_rows_alike():
 
 @pytest.mark.parametrize("size", [1, 500])
 def test_a_checkpoint_that_cannot_be_read_is_refused(size, tmp_path):
-    train_toy(tmp_path)
+    Toy(tmp_path).train()
     [file] = tmp_path.glob("*.pt")
     file.write_bytes(file.read_bytes()[:size])
     check_refused("expected a checkpoint; without it .*, got .*toy-", Toy, tmp_path)
@@ -204,7 +198,7 @@ def test_ctrl_c_at_any_line(tmp_path):
     """The run that goes on ends like one that was never stopped, and repeats no kept update. Lines
     of an optimizer's step and those between two optimizers are among them. A traceback has the
     frame of the loop, and must not keep the loop open."""
-    expected, known = train_toy(steps=2, two=True), {}
+    expected, known = Toy(steps=2, two=True).train(), {}
     for number in itertools.count(1):
         folder = tmp_path / str(number)
         toy = Toy(folder, steps=2, two=True)
@@ -216,7 +210,7 @@ def test_ctrl_c_at_any_line(tmp_path):
         if files not in known:  # what goes on is the same after the same files
             again = Toy(folder, steps=2, two=True)
             known[files] = again.training.done
-            assert (again.train(), again.weights()) == expected, number
+            assert again.train() == expected, number
             assert len(again.sampled) == 2 * (2 - known[files])
         assert known[files] == toy.training.done or toy.training.inside_update
     assert number > 250 and {*known.values()} == {0, 1, 2}
