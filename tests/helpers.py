@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from multiprocessing import get_context
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -65,6 +66,11 @@ def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
     """Run the command line of cli/, and return the exit status."""
     act = functools.partial(run_command_line, argv, methods=methods, report=report, **table)
     return status_of(lambda: run_script(act))
+
+
+def file_of(*methods, commands: list = []) -> SimpleNamespace:
+    """Make a method file, as far as a command line needs it."""
+    return SimpleNamespace(COMMAND_LINE={"methods": methods, "commands": commands})
 
 
 def run_small(file, argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """These tests show which checkpoints can be used, and what is said of others. No code of a
 checkpoint runs, and no weight stays random."""
+import io
 import json
 import logging
 import re
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import common
 from common import InputError
 from families import tiny
-from helpers import ROOT, check_refused, fork, script
+from helpers import ROOT, check_refused, script
 from support.engine import vocab_size
 from support.loading import list_lost, load, load_checked
 
@@ -57,16 +58,15 @@ def marks_of(folder) -> list:
 
 
 @pytest.mark.parametrize("which", ["model", "tokenizer"])
-def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder, which):
+def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder, which, monkeypatch,
+                                                                  capsys):
     """The answer is one line, and there is no mark."""
     bring_code(folder, which)
-    process, stdin, out, err = fork(script, "jacobi", "--target", str(folder), "--prompt", "-")
-    with stdin:
-        stdin.write("y\nmore text")
-    line = err.read()
-    assert out.read() == "" and line.count("\n") == 1 and "code of its own, which is never" in line
-    process.join()
-    assert process.exitcode == 2 and marks_of(folder) == []
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\nmore text"))
+    assert script("jacobi", "--target", str(folder), "--prompt", "-") == 2
+    out, line = capsys.readouterr()
+    assert out == "" and line.count("\n") == 1 and "code of its own, which is never" in line
+    assert marks_of(folder) == []
 
 
 # ------------------------------------------------------------------------------ its weights
