@@ -2,13 +2,12 @@
 refused, and one that Ctrl-C stops.
 
 Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
-import ast
 import functools
 import importlib
-import inspect
 import itertools
 import logging
 import os
+import runpy
 import signal
 import sys
 from multiprocessing import get_context
@@ -79,14 +78,13 @@ def run_small(file, argv: list[str]) -> int:
 
 
 def script(name: str, *argv) -> int:
-    """Run the command line of cli/ for a method file, or the last block of another file, as
-    `python NAME.py ARGV` does; return the exit status."""
+    """Run the command line of cli/ for a method file, or another file as `python NAME.py ARGV`
+    does; return the exit status."""
     module = importlib.import_module(name)
     if hasattr(module, "COMMAND_LINE"):
         return main(argv=[*argv], **module.COMMAND_LINE)
-    block = ast.Module(ast.parse(inspect.getsource(module)).body[-1].body, [])
     with patch.object(sys, "argv", [f"{name}.py", *argv]):
-        return status_of(lambda: exec(compile(block, name, "exec"), dict(vars(module))))
+        return status_of(lambda: runpy.run_module(name, run_name="__main__"))
 
 
 def forget_project(folder=ROOT) -> None:

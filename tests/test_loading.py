@@ -94,22 +94,15 @@ def cut_off(folder) -> None:
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 TABLE = "model.embed_tokens.weight"
+UNFIT = "quantised, missing, without a place or of another size"
+WEIGHTS = [  # what the weights become. The third are quantised, beside an old causal mask of 8 bits
+    (lambda w: {n: w[n] for n in w if "layers.1." not in n}, f"9 {UNFIT}: model.layers.1.input_"),
+    (lambda w: w | {TABLE: w[TABLE][:-3]}, f"1 {UNFIT}: {TABLE}"),
+    (lambda w: w | {NAME: w[NAME].to(torch.int8), "attn.bias": torch.ones(3).byte()},
+     f"not quantised, got .*: {NAME} has integers of 8"),
+    (lambda w: w | {f"{NAME}_scale": torch.ones(1)}, f"1 {UNFIT}: {NAME}_scale$")]
 WRONG = [  # as trainings, clones, broken downloads and other programs leave a directory
-    (lambda x: change_weights(x, lambda w: {n: w[n] for n in w if "layers.1." not in n}),
-     "9 quantised, missing, without a place or of another size: model.layers.1.input_lay"),
-    (lambda x: change_weights(x, lambda w: w | {TABLE: w[TABLE][:-3]}),
-     "1 quantised, missing, without a place or of another size: model.embed_tokens.weight"),
-    # And leave an old causal mask of 8 bits, as checkpoints of GPT-2 do.
-    (lambda x: change_weights(x, lambda w: w | {
-        NAME: w[NAME].to(torch.int8), "attn.bias": torch.ones(3).byte()}),
-     "not quantised, got .*: model.layers.0.mlp.up_proj.weight has integers of 8"),
-    (lambda x: change_weights(x, lambda w: w | {
-        NAME.replace("weight", "lora_A.weight"): torch.ones(2, 48)}),
-     "1 quantised, .*: model.layers.0.mlp.up_proj.lora_A.weight$"),
-    (lambda x: change_weights(x, lambda w: w | {NAME.replace("weight", "bias"): torch.ones(48)}),
-     "1 quantised, .*: model.layers.0.mlp.up_proj.bias$"),
-    (lambda x: change_weights(x, lambda w: w | {f"{NAME}_scale": torch.ones(1)}),
-     "1 quantised, .*: model.layers.0.mlp.up_proj.weight_scale$"),
+    *((lambda x, change=change: change_weights(x, change), said) for change, said in WEIGHTS),
     (cut_off, "not cut off or damaged, got .*model.safetensors"),
     (lambda x: (x / "adapter_config.json").write_text("{}"),
      "adapter_config.json: a LoRA adapter must be merged"),
