@@ -102,8 +102,13 @@ class Oranges(random.Random):
 def branches(tree: tuple) -> list[list[int]]:
     """List the tokens from the root of a tree (ids, parents) down to each leaf."""
     ids, parents = tree
-    leaves = [node for node in range(len(ids)) if node not in parents]
-    return [[ids[i] for i in path_to(leaf, parents)] for leaf in leaves]
+    paths = paths_of(ids, parents)
+    return [[ids[0], *path] for node, path in enumerate(paths) if node not in parents]
+
+
+def paths_of(ids: list, parents: list[int]) -> list[tuple]:
+    """List the tokens from below the root of a tree down to each node."""
+    return [tuple(ids[i] for i in path_to(node, parents)[1:]) for node in range(len(ids))]
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

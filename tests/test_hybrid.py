@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common import autoregressive
+from fake_models import paths_of
 from families import tiny
 from helpers import check_refused, tokens_of
 from hybrid import fit as fit_module
@@ -113,14 +114,12 @@ def test_the_best_nodes_come_first_and_a_part_is_asked_as_deep_as_it_guesses():
 def test_a_pass_pays_where_the_n_grams_are_unsure():
     """It brings two tokens, times the chance of the node, times that of their best guess being
     wrong. It costs 0.2 tokens."""
-    ngrams, asked, paths = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF), {}, [()]
+    ngrams, asked = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF), {}
     part = part_of(lambda path, worth: asked.update({path: worth}) or {}, 2)
     ids, parents, chances = grow_hybrid(as_tokens("b")[0], ngrams, part, POOL, 20, 0.01, 0.2)
-    for token, parent in zip(ids[1:], parents[1:]):
-        paths.append((*paths[parent], token))
     assert len(asked) == 3 and asked == pytest.approx({
         path: 2 * chance * (1 - max(ngrams.predict(path).values())) / 0.2
-        for path, chance in zip(paths, chances) if len(path) < 2})
+        for path, chance in zip(paths_of(ids, parents), chances) if len(path) < 2})
 
 
 # ------------------------------------------------------------------------------ a trained part
