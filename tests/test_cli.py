@@ -333,7 +333,6 @@ FIRST = [
     ("speculative --prompt '\udce9'", "'utf-8' codec can't encode character"),
     ("speculative --prompt '{long}'", "--prompt must be shorter than the context of 2048 tokens"),
     ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
-    ("speculative --gamma 0", "--gamma must be 1 or more, got 0"),
     ("jacobi --draft x", "--draft is no option of jacobi, got 'x'"),
     ("jacobi --method lookahead --n 0", "--n is no option of lookahead"),
 ]

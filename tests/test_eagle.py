@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from fake_models import paths_of
 from families import rand, tiny
 from helpers import CLOSE, check_refused, note_calls
-from methods import METHODS, play_rounds
+from methods import play_rounds
 from naive import NaiveLM
 from support import released
 from support.engine import EngineLM, depth_of, list_layers, tap_layers
@@ -170,14 +170,11 @@ def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch
     """The clock may choose a tree of one node, which asks no draft. The next tree is that of a
     draft which is given the whole text. So few tokens are often guessed right. EAGLE-3 decodes in
     EAGLE's loop."""
-    model, prompt = tiny("llama", vocab_size=8), [3, 1, 4, 1, 5]
-    line, chosen = METHODS[name](model), itertools.cycle(trees)
-    line = line._replace(options=line.options | dict(nodes=0))
-    monkeypatch.setitem(METHODS, name, lambda _: line)
+    model, chosen = tiny("llama", vocab_size=8), itertools.cycle(trees)
     monkeypatch.setattr(f"survey.{name}.Clock.choose", lambda *_: next(chosen))
     monkeypatch.setattr(f"survey.{name}.Clock.note", lambda *_: None)
-    found = play_rounds(name, model, prompt, EngineLM)
-    assert play_rounds(name, model, prompt, NaiveLM, anew=True) == found
+    found = play_rounds(name, model, TEXT[:5], EngineLM, nodes=0)
+    assert play_rounds(name, model, TEXT[:5], NaiveLM, anew=True, nodes=0) == found
     assert {record["accepted"] for _, _, record in found} > {0}
 
 

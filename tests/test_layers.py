@@ -7,22 +7,11 @@ import copy
 import pytest
 import torch
 
-from families import (FAMILIES, MORE_FAMILIES, SCALED, SHAPE, SPECIAL, UNTIED, WINDOWS, config_of,
-                      deep, tiny)
+from families import FAMILIES, LAYERED, MORE_FAMILIES, SCALED, deep, tiny
 from helpers import check_refused
 from support.engine import EngineLM, depth_of, list_layers
 from support.layers import pass_on, split_layers, take_layers
 from training.low_rank import add_low_rank, list_changed, prepare_changes, share_weights
-
-DEEP = SHAPE | dict(num_hidden_layers=4)
-KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-              image_size=8, patch_size=4)
-MIXED = {  # four layers of several kinds
-    "smollm3": config_of("smollm3", **DEEP, no_rope_layers=[1, 0, 0, 1]),
-    "gemma3-with-images": config_of(
-        "gemma3", text_config=DEEP | WINDOWS | UNTIED | dict(layer_types=KINDS),
-        vision_config=VISION, mm_tokens_per_image=4, **SPECIAL)}
 
 
 # ------------------------------------------------------------------------------ a smaller model
@@ -43,13 +32,11 @@ def check_small(model, numbers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name, changes", [
-    *((name, {}) for name in [*FAMILIES, *MORE_FAMILIES, *SCALED, *MIXED]),
+    *((name, {}) for name in [*FAMILIES, *MORE_FAMILIES, *SCALED, *LAYERED]),
     ("qwen3-moe", {"mlp_only_layers": [0, 2]}), ("opt", {"word_embed_proj_dim": 16})])
-def test_layers_are_those_that_were_asked_for(name, changes, monkeypatch):
+def test_layers_are_those_that_were_asked_for(name, changes):
     """A model that reads images gives a model of text."""
-    for kind, config in MIXED.items():
-        monkeypatch.setitem(MORE_FAMILIES, kind, config)
-    model = tiny(name) if name in MIXED else deep(name, **changes)
+    model = tiny(name) if name in LAYERED else deep(name, **changes)
     assert depth_of(model) == len(list_layers(model)) == 4
     for numbers in [0], [1, 2]:
         check_small(model, numbers)

@@ -79,9 +79,8 @@ def change_weights(folder, change) -> None:
 def test_weights_that_a_model_may_have_besides_are_ignored(folder):
     """These are rotary buffers of old checkpoints, and heads of other methods."""
     expected = load(str(folder), "cpu", "float32")[0].state_dict()
-    change_weights(folder, lambda tensors: tensors | {
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "medusa_head.0.weight": torch.ones(4, 4)})
+    more = "model.layers.0.self_attn.rotary_emb.inv_freq", "medusa_head.0.weight"
+    change_weights(folder, lambda tensors: tensors | {name: torch.ones(4) for name in more})
     for read in load, common.load:
         model, _ = read(str(folder), "cpu", "float32")
         assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())

@@ -303,9 +303,8 @@ def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
 # --------------------------------------------------------------------------------- perfect drafts
 
 PERFECT = {  # where the draft is the target itself: (options, tokens that each round must give)
-    "speculative": ({}, 5), "specinfer": ({}, 5),
-    "specinfer, two drafts": ({}, 5), "spectr": ({}, 5), "ouroboros": (dict(phrases=False), 5),
-    "cascade": ({}, 7), "online": ({}, 5),
+    **dict.fromkeys(("speculative", "specinfer", "specinfer, two drafts", "spectr"), ({}, 5)),
+    "ouroboros": (dict(phrases=False), 5), "cascade": ({}, 7), "online": ({}, 5),
     "another_tokenizer": (dict(tokenizers=TOKENIZERS[:1] * 2), 5),
     "draft_verify": (dict(threshold=0.0, skipped={"attention": [], "mlp": []}), 5),
     "sequoia": (dict(nodes=5), 5), "triforce": (dict(budget=40, chunk=40), 5)}
