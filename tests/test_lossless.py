@@ -177,14 +177,10 @@ def test_a_model_serves_one_method_after_another(name):
     """Nothing is left of one that was stopped in the middle. A prompt may be a tensor, and must
     have a token. A sampled text ends with its EOS, also within a chunk."""
     model = model_of("llama")
-    line = METHODS[name](model)
+    line, run_as = METHODS[name](model), functools.cache(EngineLM)  # each draft once
     target = kind_for(line.method, EngineLM)(model)
-    drafts = [EngineLM(x) for x in line.drafts]
-    target.memo |= line.memo(target, *drafts)
     sample = greedy if line.method is lossy.specdec else SAMPLED
-    more = {"more_drafts": drafts[1:]} if drafts[1:] else {}
-    options = line.options | more | dict(sample=sample)
-    first, second, third = (line.method(target, *drafts[:1], prompt, **options)
+    first, second, third = (chunks_of(line, target, prompt, run_as, sample=sample)
                             for prompt in (PROMPT, torch.tensor([5, 2]), []))
     next(first)
     expected = autoregressive_text(line.text_of or model, (5, 2), 9, sample)

@@ -3,10 +3,10 @@ papers. That the text is the model's own is in test_lossless.py."""
 import pytest
 import torch
 
-from common import Sampler, autoregressive
+from common import Sampler
 from fake_models import path_to
 from families import rand, tiny
-from helpers import note_calls, tokens_of
+from helpers import note_calls
 from support.engine import EngineLM
 from support.trees import best_tree
 from survey import medusa as module
@@ -55,9 +55,8 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind, own):
 def test_heads_of_few_tokens_guess_each_of_them_once(kind):
     model, log = tiny("llama", vocab_size=4), []
     heads = random_heads(model, kind)
-    chunks = medusa(EngineLM(model), [3, 1, 2], nodes=64, trained=heads, log=log)
-    expected = tokens_of(autoregressive(EngineLM(model), [3, 1, 2]), 20)
-    assert tokens_of(chunks, 20) == expected and log[0]["guessed"] == 63
+    next(medusa(EngineLM(model), [3, 1, 2], nodes=64, trained=heads, log=log))
+    assert log[0]["guessed"] == 63
 
 
 @pytest.mark.parametrize("epsilon, delta, path", [
