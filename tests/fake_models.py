@@ -12,6 +12,7 @@ weights and no cache, so it is fast, exact, and does whatever a test wants:
 These make one, or the logits for one:
 
     scripted(following, vocab)    after a text comes the token following(text)
+    tabled(rows)                  the distribution after token i is row i
     counting(vocab, exceptions)   after token i comes i + 1, but for {i: what comes instead}
     markov(seed, vocab)           random logits that depend on the last two tokens: for sampling,
                                   as the law of such an output can be enumerated (laws.py)
@@ -82,6 +83,11 @@ def scripted(following, vocab: int) -> ScriptedLM:
 def counting(vocab: int = 20, exceptions: dict = {}) -> ScriptedLM:
     """Make a model that counts, with `exceptions` {token: the token that follows it}."""
     return scripted(lambda text: exceptions.get(text[-1], (text[-1] + 1) % vocab), vocab)
+
+
+def tabled(rows, last: bool = True) -> ScriptedLM:
+    """Make a model of distributions: rows[the last token] after a text, or rows[the text]."""
+    return ScriptedLM(lambda text: torch.as_tensor(rows[text[-1] if last else tuple(text)]).log())
 
 
 def markov(seed: int, vocab: int = 4, scale: float = 1.2):

@@ -75,13 +75,17 @@ def own_store(model) -> rest.Datastore:
     return rest.Datastore("".join(as_text(text) + BOUNDARY for text in own_texts(model)))
 
 
+def pool_of(*phrases: tuple[int, ...]) -> ouroboros.NgramPool:
+    """Make a pool of these phrases, the newest last."""
+    pool = ouroboros.NgramPool()
+    for phrase in phrases:
+        pool.add(phrase)
+    return pool
+
+
 def own_pool(model) -> ouroboros.NgramPool:
     """Put all phrases of three tokens into a pool."""
-    pool = ouroboros.NgramPool()
-    for text in own_texts(model):
-        for phrase in zip(text, text[1:], text[2:]):
-            pool.add(phrase)
-    return pool
+    return pool_of(*(x for text in own_texts(model) for x in zip(text, text[1:], text[2:])))
 
 
 def trusting(model, part=None, kind: str = "none") -> Callable:

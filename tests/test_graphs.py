@@ -189,10 +189,10 @@ def test_a_pass_that_no_graph_replays_is_refused(spoil, said, gpu):
 # ---------------------------------------------------------------------------- command lines
 
 @pytest.mark.parametrize("how", [["--no-graphs"], []], ids=["eager", "graphs"])
-def test_a_command_line_runs_on_the_simulated_gpu(how, small_llama, capsys):
+def test_a_command_line_runs_on_the_simulated_gpu(how, models, capsys):
     """The GPU is the default where there is one. --compare fails if AR writes another text."""
-    argv = ["--target", small_llama, "--draft", small_llama, "--dtype", "float32", "--compare",
-            "--prompt", "Tom has 3", "--max-new-tokens", "5", *how]
+    argv = [*models[:4], "--dtype", "float32", "--compare", "--prompt", "Tom has 3",
+            "--max-new-tokens", "5", *how]
     with FakeCuda() as gpu:
         assert main([speculative], report, argv) == 0
     assert gpu.counts["launches"] > 100 and bool(how) == (gpu.counts["replays"] == 0)

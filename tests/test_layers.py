@@ -61,7 +61,6 @@ def test_layers_that_no_configuration_makes_are_refused():
 # That early and late layers are the whole is in test_lossless.py, in the lines of early_exit.
 @pytest.mark.parametrize("name, E, said", [
     ("gpt2", 1, "early and late layers make the whole, got .*: off by"),
-    ("opt", 1, "early and late layers make the whole, got .*: off by"),
     ("zamba2", 1, "can be split after any layer, got .*: it has no 0"),
     ("mamba2", 1, "can be split after any layer, got .*: 'Sequential'"),
     ("llama", 0, "--E must be 1 to 1 for .* 2 layers, got 0"),

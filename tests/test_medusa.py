@@ -12,6 +12,7 @@ from support.trees import best_tree
 from survey import medusa as module
 from survey.medusa import (KINDS, Heads, accuracy, collect_features, fill_tree, medusa,
                            typical_path)
+from trainings import DATA
 
 def random_heads(model, kind: str, K: int = 3) -> Heads:
     return rand(Heads(model, kind, K), 1.0)
@@ -87,9 +88,6 @@ def test_typical_options_reach_the_rule(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------ training
-
-DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3], [4, 4, 2, 11]), ([1], [2, 3, 4, 5, 6])]
-
 
 def test_features_stand_beside_the_tokens_after_them():
     """From the last position but one of a prompt on, as long as head 1 has a token to guess."""

@@ -81,11 +81,10 @@ def test_updates_are_adamws_on_the_mean_loss_with_a_cut_gradient(scale, norm, va
 
 def test_rates():
     """A warm-up takes a twentieth of the steps, and three steps have none."""
-    expected = [0.5, *(1 - n / 40 for n in range(1, 40))]
-    assert [training.warm_linear(n, 40) for n in range(40)] == pytest.approx(expected)
-    expected = [0.5, *(training.cosine(n, 40) for n in range(1, 40))]
-    assert [training.warm_cosine(n, 40) for n in range(40)] == pytest.approx(expected)
-    assert training.warm_linear(0, 3) == training.warm_cosine(0, 3) == 1
+    for rate, later in ((training.warm_linear, lambda n, steps: 1 - n / steps),
+                        (training.warm_cosine, training.cosine)):
+        expected = [0.5, *(later(n, 40) for n in range(1, 40))]
+        assert [rate(n, 40) for n in range(40)] == pytest.approx(expected) and rate(0, 3) == 1
 
 
 def test_what_is_sampled_depends_on_the_name_the_seed_and_the_step_alone():
@@ -303,12 +302,12 @@ def test_the_loss_falls_and_neither_the_model_nor_held_out_answers_are_touched(l
 
 
 @pytest.mark.parametrize("line", TRAININGS)
-def test_train_and_decode_from_the_command_line(line, small_llama, tmp_path, capfd):
+def test_train_and_decode_from_the_command_line(line, models, tmp_path, capfd):
     """A method decodes with the file that the training leaves. The loop prints a line of its first
     step."""
     (tmp_path / "prompts").write_text("How many cats?\nHow many dogs are there?\n")
     out, data = str(tmp_path / "out"), str(tmp_path / "data")
-    device = ["--device", "cpu", "--target", small_llama]
+    device = ["--device", "cpu", *models[:2]]
     file, *argv = line.split()
     read = ["--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "8"]
     if file == "cllm":
