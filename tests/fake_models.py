@@ -92,8 +92,7 @@ def tabled(rows, last: bool = True) -> ScriptedLM:
 
 def markov(seed: int, vocab: int = 4, scale: float = 1.2):
     """Make random logits, a function of a text, that depend on its last two tokens."""
-    rng = torch.Generator().manual_seed(seed)
-    table = scale * torch.randn(vocab, vocab, vocab, generator=rng)
+    table = scale * torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed))
     return lambda tokens: table[tokens[-2], tokens[-1]]
 
 

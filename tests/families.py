@@ -93,8 +93,7 @@ OTHERS = dict(  # their settings
     xglm=SPECIAL | UNTIED | dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2,
                                  attention_heads=4, max_position_embeddings=CONTEXT),
     biogpt=SIZES | UNTIED,
-    falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT),
-)
+    falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT))
 OTHERS = {name.replace("_", "-"): config_of(name, **settings) for name, settings in OTHERS.items()}
 DEEP = SHAPE | dict(num_hidden_layers=4)
 TABLE = DEEP | WINDOWS | dict(pad_token_id=0, layer_types=2 * WINDOWS["layer_types"],

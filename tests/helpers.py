@@ -103,23 +103,23 @@ def fork(act, *args) -> tuple:
     """Start a process that ends with the status act(*args). As a fork of this one it need not
     import torch again, which takes seconds.
 
-    returns  the process, and files for its standard input, its output and its errors
+    returns  the process, and files for its output and its errors
     """
-    theirs, ours = zip(os.pipe(), os.pipe()[::-1], os.pipe()[::-1])
+    ours, theirs = zip(os.pipe(), os.pipe())
     process = get_context("fork").Process(target=be_process, args=(theirs, ours, act, args))
     process.start()
     for number in theirs:
         os.close(number)
-    return process, *(open(number, mode) for number, mode in zip(ours, "wrr"))
+    return process, *map(open, ours)
 
 
 def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
-    """Be a process with these three streams; `others` are the ends that its parent holds."""
-    for number, stream in enumerate(streams):
+    """Be a process with these two streams; `others` are the ends that its parent holds."""
+    for number, stream in enumerate(streams, 1):
         os.dup2(stream, number)
     for number in [*streams, *others]:
         os.close(number)
-    sys.stdin, sys.stdout, sys.stderr = (open(i, mode) for i, mode in enumerate("rww"))
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
     logging.getLogger("transformers").handlers = [logging.StreamHandler()]  # not its parent's
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
     # torch makes its pool of threads anew after a fork. Two threads that did so at once would fail.

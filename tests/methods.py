@@ -185,8 +185,7 @@ METHODS = {
     "rest": line_of(rest.rest, nodes=12, store=own_store),
     "suffixdecoding": line_of(rest.rest, nodes=12, alpha=2.0, store=own_store),
     "sequoia": line_of(sequoia.sequoia, 0.05, nodes=9, depth=4, few=dict(nodes=6, depth=2),
-                       vocab=2),
-}
+                       vocab=2)}
 LOSSY = {  # methods that write a text of their own, whose rounds must be right all the same
     "mjsd": line_of(mjsd.mjsd, 0.05, gamma=4, beams=3),
     "bild": line_of(lossy.bild, 0.05, gamma=4, fallback=0.3),

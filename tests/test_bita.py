@@ -226,8 +226,7 @@ def test_space_guesses_from_what_training_sees(monkeypatch):
     for _ in range(9):
         chunk = next(chunks)
         text, lengths = text + chunk, lengths | {len(chunk)}
-        expected = guess_alone(model, mask.expand(2, -1), text[:-1]).argmax(-1)
-        assert made[-1] == expected.tolist()
+        assert made[-1] == guess_alone(model, mask.expand(2, -1), text[:-1]).argmax(-1).tolist()
     assert len(lengths) > 1 and target.calls == 9
 
 

@@ -334,8 +334,7 @@ FIRST = [
     ("speculative --prompt '{long}'", "--prompt must be shorter than the context of 2048 tokens"),
     ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
     ("jacobi --draft x", "--draft is no option of jacobi, got 'x'"),
-    ("jacobi --method lookahead --n 0", "--n is no option of lookahead"),
-]
+    ("jacobi --method lookahead --n 0", "--n is no option of lookahead")]
 
 # These are refused as well. The line on stderr names the last option or the last value.
 REFUSED = """
@@ -535,7 +534,7 @@ def test_a_closed_pipe_ends_as_ctrl_c_does(tmp_path):
     """The process must end as before `| head -c 5`. It writes the page of what was decoded, and
     says nothing of the pipe."""
     page = tmp_path / "x.html"
-    process, _, out, err = fork(script, "speculative", "--trace", str(page),
+    process, out, err = fork(script, "speculative", "--trace", str(page),
                                 *["--prompt", PROMPT] * 500)
     assert out.read(5)
     out.close()

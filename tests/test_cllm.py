@@ -253,8 +253,7 @@ def test_ctrl_c_saves_the_model_and_training_goes_on_from_it(data, tmp_path, mon
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == f"stopped after 2 of 5 steps; {out} has the model"
     stopped = AutoModelForCausalLM.from_pretrained(out)
-    begun = tiny("llama").bfloat16()
-    assert not any(map(torch.equal, stopped.parameters(), begun.parameters()))
+    assert not any(map(torch.equal, stopped.parameters(), tiny("llama").bfloat16().parameters()))
     killed = SimpleNamespace(eos_token_id=None, save_pretrained=interrupting(str, 1))
     with pytest.raises(KeyboardInterrupt):
         train(stopped, killed, out=tmp_path / "new", **given)

@@ -181,8 +181,7 @@ def test_the_small_command_line_prints_all_blanks_and_characters(small, embedded
         seen.append(target.vocab)
         yield from ([token] for token in ids * 2)
     monkeypatch.setattr(type(tokenizer), "get_vocab", lambda _: {"a": 0, "b": 300})
-    argv = [*SHORT[:3], str(len(ids))]
-    assert small(*argv, file=file_of(say))[1] == text
+    assert small(*SHORT[:3], str(len(ids)), file=file_of(say))[1] == text
     assert seen == [301]
 
 
@@ -218,8 +217,7 @@ def test_a_command_gets_the_prompts_of_a_file(models, tmp_path, capsys, text, pr
     def ask(model, tokenizer, prompts: list[list[int]], *, seed: int = 0):
         given.extend(tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
     argv = ["ask", "--target", models[1], "--prompts", str(file)]
-    status = run_small(file_of(commands=[ask]), argv)
-    assert (status, given) == (0 if prompts else 2, prompts)
+    assert run_small(file_of(commands=[ask]), argv) == (0 if prompts else 2) and given == prompts
     assert prompts or 'expected a "prompt" on each line' in capsys.readouterr().err
 
 

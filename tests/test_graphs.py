@@ -83,8 +83,7 @@ REFUSED = {
     "a list in a capture": lambda here, there: in_a_capture(lambda x: x * x.new_tensor([2.0])),
     "a mask in a capture": lambda here, there: in_a_capture(lambda x: x[x > 1]),
     "a stream": lambda here, there: torch.cuda.current_stream(),
-    "a choice of GPUs": lambda here, there: torch.accelerator.set_device_index(0),
-}
+    "a choice of GPUs": lambda here, there: torch.accelerator.set_device_index(0)}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -51,9 +51,8 @@ def test_layers_of_a_family_that_lists_those_with_keys():
 
 def test_layers_that_no_configuration_makes_are_refused():
     """Every second layer has experts, and a configuration has only one step."""
-    model = tiny("qwen3-moe", decoder_sparse_step=2)
     check_refused("layers .1. can be a model, got 'Qwen3MoeForCausalLM': .*Missing key",
-                  take_layers, model, [1])
+                  take_layers, tiny("qwen3-moe", decoder_sparse_step=2), [1])
 
 
 # ---------------------------------------------------------------------------------------- views

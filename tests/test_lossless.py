@@ -184,8 +184,7 @@ def test_a_model_serves_one_method_after_another(name):
                             for prompt in (PROMPT, torch.tensor([5, 2]), []))
     next(first)
     expected = autoregressive_text(line.text_of or model, (5, 2), 9, sample)
-    found = tokens_of(second, 9, expected[7:8])
-    assert found == expected[:expected.index(expected[7]) + 1]
+    assert tokens_of(second, 9, expected[7:8]) == expected[:expected.index(expected[7]) + 1]
     assert target.memo.get("writer", model) is (line.text_of or model)
     check_refused(r"1 or more token ids below \d+, got \[\]", next, third)
 
@@ -224,8 +223,7 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
 def test_greedy_text_in_passes_of_few_shapes(name):
     """Up to the end of the context: there the passes that are filled up reach furthest beyond.
     TriForce reaches into a pass, and is refused (test_cli.py)."""
-    family = "llama" if name in ("early_exit", "layerskip") else "gpt2"
-    model = model_of(family)
+    model = model_of("llama" if name in ("early_exit", "layerskip") else "gpt2")
     check_text(METHODS[name](model), model, PROMPT * 10, 10, GraphedLM)
 
 

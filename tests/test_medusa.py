@@ -55,8 +55,7 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind, own):
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_few_tokens_guess_each_of_them_once(kind):
     model, log = tiny("llama", vocab_size=4), []
-    heads = random_heads(model, kind)
-    next(medusa(EngineLM(model), [3, 1, 2], nodes=64, trained=heads, log=log))
+    next(medusa(EngineLM(model), [3, 1, 2], nodes=64, trained=random_heads(model, kind), log=log))
     assert log[0]["guessed"] == 63
 
 

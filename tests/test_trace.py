@@ -102,8 +102,7 @@ def test_text_is_shown_and_never_run(embedded):
     assert written.startswith(script) and written.endswith(empty)
     inside = written[len(script):len(written) - len(empty)]
     assert "<" not in inside and inside.isascii()
-    said = json.loads(inside)["runs"][0]["said"]
-    assert "".join(said) == tokenizer.decode(prompt + answer)
+    assert "".join(json.loads(inside)["runs"][0]["said"]) == tokenizer.decode(prompt + answer)
     assert "innerHTML" not in script + empty and "http" not in (script + empty).replace(
         "http://www.w3.org/2000/svg", "")
 

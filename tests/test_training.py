@@ -406,9 +406,8 @@ def split(monkeypatch, tmp_path):
     """A function that splits prompts; the model answers each with its first token, four times."""
     monkeypatch.setattr(reading, "collect_answers", lambda model, tokenizer, prompts, *_: [
         p[:1] if p == [7] else p[:1] * 4 for p in prompts])
-    model = tiny("llama")
-    return lambda prompts, seed=0: prepare_training(model, WORDLESS, prompts, tmp_path / "out",
-                                                    None, max_new_tokens=20, seed=seed)[1:]
+    return lambda prompts, seed=0: prepare_training(
+        tiny("llama"), WORDLESS, prompts, tmp_path / "out", None, max_new_tokens=20, seed=seed)[1:]
 
 
 def test_held_out_answers_are_drawn_from_the_whole_file(split, capsys):
