@@ -373,9 +373,8 @@ def test_a_draft_with_tokens_that_the_target_lacks(name, sample):
     drafts = copy.deepcopy(line.drafts)
     for draft in drafts:
         draft.resize_token_embeddings(99)
-    chunks = chunks_of(line._replace(drafts=drafts), target, PROMPT,
-                       lambda x, _: EngineLM(x, 99), sample=sample)
-    found = tokens_of(chunks, 8)
+    found = tokens_of(chunks_of(line._replace(drafts=drafts), target, PROMPT,
+                                lambda x, _: EngineLM(x, 99), sample=sample), 8)
     assert max(found) < target.vocab and target.vocab == 61
     text = autoregressive_text(target.model, tuple(PROMPT), 8, sample)
     assert found == text or sample is SAMPLED and line.method is lossy.specdec
