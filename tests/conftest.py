@@ -83,9 +83,3 @@ def models(tmp_path_factory, embedded) -> list[str]:
         tokenizer.save_pretrained(path / name)
     return ["--target", str(path / "target"), "--draft", str(path / "draft"), "--adapters",
             str(path), "--device", "cpu", "-n", "1", "--rounds", "1"]
-
-
-@pytest.fixture(scope="session")
-def small_llama(models) -> str:
-    """Return the folder of a tiny random model with the embedded target's tokenizer."""
-    return models[1]

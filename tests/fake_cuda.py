@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # kernels that call other operations
@@ -69,15 +70,7 @@ def is_gpu(device) -> bool:
 
 def tensors_in(*values) -> list[Tensor]:
     """Find the tensors among arguments, lists of them, and keyword arguments."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 @functools.cache
@@ -207,8 +200,7 @@ class Functions(TorchFunctionMode):
                     Tensor.is_cuda.__get__: on_gpu, Tensor.to: self.to, Tensor.tolist: self.tolist,
                     Tensor.cpu: lambda x: gpu.move(x, False), Tensor.numpy: self.numpy,
                     Tensor.is_cpu.__get__: lambda x: not on_gpu(x),
-                    Tensor.cuda: lambda x, *_: gpu.move(x, True),
-                    Tensor.__array__: self.numpy, torch._C._nn.one_hot: self.one_hot}
+                    torch._C._nn.one_hot: self.one_hot}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -12,6 +12,7 @@ weights and no cache, so it is fast, exact, and does whatever a test wants:
 These make one, or the logits for one:
 
     scripted(following, vocab)    after a text comes the token following(text)
+    tabled(rows)                  the distribution after token i is row i
     counting(vocab, exceptions)   after token i comes i + 1, but for {i: what comes instead}
     markov(seed, vocab)           random logits that depend on the last two tokens: for sampling,
                                   as the law of such an output can be enumerated (laws.py)
@@ -84,10 +85,14 @@ def counting(vocab: int = 20, exceptions: dict = {}) -> ScriptedLM:
     return scripted(lambda text: exceptions.get(text[-1], (text[-1] + 1) % vocab), vocab)
 
 
+def tabled(rows, last: bool = True) -> ScriptedLM:
+    """Make a model of distributions: rows[the last token] after a text, or rows[the text]."""
+    return ScriptedLM(lambda text: torch.as_tensor(rows[text[-1] if last else tuple(text)]).log())
+
+
 def markov(seed: int, vocab: int = 4, scale: float = 1.2):
     """Make random logits, a function of a text, that depend on its last two tokens."""
-    rng = torch.Generator().manual_seed(seed)
-    table = scale * torch.randn(vocab, vocab, vocab, generator=rng)
+    table = scale * torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed))
     return lambda tokens: table[tokens[-2], tokens[-1]]
 
 
@@ -102,8 +107,13 @@ class Oranges(random.Random):
 def branches(tree: tuple) -> list[list[int]]:
     """List the tokens from the root of a tree (ids, parents) down to each leaf."""
     ids, parents = tree
-    leaves = [node for node in range(len(ids)) if node not in parents]
-    return [[ids[i] for i in path_to(leaf, parents)] for leaf in leaves]
+    paths = paths_of(ids, parents)
+    return [[ids[0], *path] for node, path in enumerate(paths) if node not in parents]
+
+
+def paths_of(ids: list, parents: list[int]) -> list[tuple]:
+    """List the tokens from below the root of a tree down to each node."""
+    return [tuple(ids[i] for i in path_to(node, parents)[1:]) for node in range(len(ids))]
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

@@ -5,6 +5,7 @@
     OTHERS         more families, for the tests of trees and of AR: with recurrent layers, and
                    such that only the numbers of `check` admit
     LOOKUPS        families whose layers look up embeddings of their own by the token
+    LAYERED        families whose four layers are of several kinds
     SCALED         configurations whose logits are not what the LM head says
     tiny(family)   a random model of a family, prepared for EngineLM
     near(model)    a copy with noise in its weights, so a draft that is often right
@@ -92,12 +93,11 @@ OTHERS = dict(  # their settings
     xglm=SPECIAL | UNTIED | dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2,
                                  attention_heads=4, max_position_embeddings=CONTEXT),
     biogpt=SIZES | UNTIED,
-    falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT),
-)
+    falcon=SMALL | dict(hidden_size=32, alibi=False, max_position_embeddings=CONTEXT))
 OTHERS = {name.replace("_", "-"): config_of(name, **settings) for name, settings in OTHERS.items()}
-TABLE = SHAPE | WINDOWS | dict(
-    num_hidden_layers=4, pad_token_id=0, layer_types=2 * WINDOWS["layer_types"],
-    hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
+DEEP = SHAPE | dict(num_hidden_layers=4)
+TABLE = DEEP | WINDOWS | dict(pad_token_id=0, layer_types=2 * WINDOWS["layer_types"],
+                              hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
 GEMMA3N = TABLE | dict(laurel_rank=8, activation_sparsity_pattern=[0.0] * 4)
 LOOKUPS = {  # the third one and the last share keys, and the heads of the fourth are of two sizes
     "gemma4": config_of("gemma4_text", **TABLE, global_head_dim=8),
@@ -110,6 +110,14 @@ SCALED = {  # whose logits are not what the LM head says
     "cohere": config_of("cohere", **SHAPE, logit_scale=0.25),
     "gemma2-capped": config_of("gemma2", **GEMMA, query_pre_attn_scalar=8,
                                final_logit_softcapping=4.0)}
+KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+              image_size=8, patch_size=4)
+LAYERED = {  # four layers of several kinds
+    "smollm3": config_of("smollm3", **DEEP, no_rope_layers=[1, 0, 0, 1]),
+    "gemma3-with-images": config_of(
+        "gemma3", text_config=DEEP | WINDOWS | UNTIED | dict(layer_types=KINDS),
+        vision_config=VISION, mm_tokens_per_image=4, **SPECIAL)}
 
 MADE = {}  # all models that `tiny` has made, each with torch's random state after that
 
@@ -124,7 +132,7 @@ def tiny(family: str, seed: int = 0, **changes):
     A model is made and checked once, and every call gets a copy, which takes less time."""
     key = family, seed, str(changes)
     if key not in MADE:
-        config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED | LOOKUPS)[family]
+        config = (FAMILIES | MORE_FAMILIES | OTHERS | SCALED | LOOKUPS | LAYERED)[family]
         config = type(config).from_dict({**config.to_dict(), **changes})
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

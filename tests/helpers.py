@@ -2,16 +2,16 @@
 refused, and one that Ctrl-C stops.
 
 Tiny models are in families.py, scripted ones in fake_models.py, distributions in laws.py."""
-import ast
 import functools
 import importlib
-import inspect
 import itertools
 import logging
 import os
+import runpy
 import signal
 import sys
 from multiprocessing import get_context
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -67,20 +67,24 @@ def main(methods: list, report=count_guesses, argv: list = (), **table) -> int:
     return status_of(lambda: run_script(act))
 
 
+def file_of(*methods, commands: list = []) -> SimpleNamespace:
+    """Make a method file, as far as a command line needs it."""
+    return SimpleNamespace(COMMAND_LINE={"methods": methods, "commands": commands})
+
+
 def run_small(file, argv: list[str]) -> int:
     """Run the command line of common.py for a method file, a module; return the exit status."""
     return status_of(lambda: common.main(argv=argv, **file.COMMAND_LINE)) or 0
 
 
 def script(name: str, *argv) -> int:
-    """Run the command line of cli/ for a method file, or the last block of another file, as
-    `python NAME.py ARGV` does; return the exit status."""
+    """Run the command line of cli/ for a method file, or another file as `python NAME.py ARGV`
+    does; return the exit status."""
     module = importlib.import_module(name)
     if hasattr(module, "COMMAND_LINE"):
         return main(argv=[*argv], **module.COMMAND_LINE)
-    block = ast.Module(ast.parse(inspect.getsource(module)).body[-1].body, [])
     with patch.object(sys, "argv", [f"{name}.py", *argv]):
-        return status_of(lambda: exec(compile(block, name, "exec"), dict(vars(module))))
+        return status_of(lambda: runpy.run_module(name, run_name="__main__"))
 
 
 def forget_project(folder=ROOT) -> None:
@@ -99,23 +103,23 @@ def fork(act, *args) -> tuple:
     """Start a process that ends with the status act(*args). As a fork of this one it need not
     import torch again, which takes seconds.
 
-    returns  the process, and files for its standard input, its output and its errors
+    returns  the process, and files for its output and its errors
     """
-    theirs, ours = zip(os.pipe(), os.pipe()[::-1], os.pipe()[::-1])
+    ours, theirs = zip(os.pipe(), os.pipe())
     process = get_context("fork").Process(target=be_process, args=(theirs, ours, act, args))
     process.start()
     for number in theirs:
         os.close(number)
-    return process, *(open(number, mode) for number, mode in zip(ours, "wrr"))
+    return process, *map(open, ours)
 
 
 def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
-    """Be a process with these three streams; `others` are the ends that its parent holds."""
-    for number, stream in enumerate(streams):
+    """Be a process with these two streams; `others` are the ends that its parent holds."""
+    for number, stream in enumerate(streams, 1):
         os.dup2(stream, number)
     for number in [*streams, *others]:
         os.close(number)
-    sys.stdin, sys.stdout, sys.stderr = (open(i, mode) for i, mode in enumerate("rww"))
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
     logging.getLogger("transformers").handlers = [logging.StreamHandler()]  # not its parent's
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
     # torch makes its pool of threads anew after a fork. Two threads that did so at once would fail.
@@ -123,17 +127,13 @@ def be_process(streams: list[int], others: list[int], act, args: tuple) -> None:
     sys.exit(act(*args))
 
 
-def interrupting(act, number: int, after: bool = False):
-    """Wrap `act` so that Ctrl-C stops its call of this number, before it does anything or
-    `after` it."""
+def interrupting(act, number: int):
+    """Wrap `act` so that Ctrl-C comes at the end of its call of this number."""
     calls = itertools.count(1)
 
     def stopped(*args, **options):
-        last = next(calls) == number
-        if last and not after:
-            raise KeyboardInterrupt
         result = act(*args, **options)
-        if last:
+        if next(calls) == number:
             raise KeyboardInterrupt
         return result
     return stopped

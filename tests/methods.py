@@ -75,13 +75,17 @@ def own_store(model) -> rest.Datastore:
     return rest.Datastore("".join(as_text(text) + BOUNDARY for text in own_texts(model)))
 
 
+def pool_of(*phrases: tuple[int, ...]) -> ouroboros.NgramPool:
+    """Make a pool of these phrases, the newest last."""
+    pool = ouroboros.NgramPool()
+    for phrase in phrases:
+        pool.add(phrase)
+    return pool
+
+
 def own_pool(model) -> ouroboros.NgramPool:
     """Put all phrases of three tokens into a pool."""
-    pool = ouroboros.NgramPool()
-    for text in own_texts(model):
-        for phrase in zip(text, text[1:], text[2:]):
-            pool.add(phrase)
-    return pool
+    return pool_of(*(x for text in own_texts(model) for x in zip(text, text[1:], text[2:])))
 
 
 def trusting(model, part=None, kind: str = "none") -> Callable:
@@ -181,8 +185,7 @@ METHODS = {
     "rest": line_of(rest.rest, nodes=12, store=own_store),
     "suffixdecoding": line_of(rest.rest, nodes=12, alpha=2.0, store=own_store),
     "sequoia": line_of(sequoia.sequoia, 0.05, nodes=9, depth=4, few=dict(nodes=6, depth=2),
-                       vocab=2),
-}
+                       vocab=2)}
 LOSSY = {  # methods that write a text of their own, whose rounds must be right all the same
     "mjsd": line_of(mjsd.mjsd, 0.05, gamma=4, beams=3),
     "bild": line_of(lossy.bild, 0.05, gamma=4, fallback=0.3),
@@ -202,7 +205,7 @@ def chunks_of(line: Line, target: EngineLM, prompt: list[int], run_as: type = En
 
 
 def play_rounds(name: str, model, prompt: list[int], run_as: type, anew: bool = False,
-                earlier: list[int] = []) -> list:
+                earlier: list[int] = [], **options) -> list:
     """Play rounds of a method, and return what each fed the target, its chunk and its record. All
     rows but the last of the LM head are tokens.
 
@@ -210,24 +213,25 @@ def play_rounds(name: str, model, prompt: list[int], run_as: type, anew: bool = 
     anew     whether each round is the first one of a new call, whose prompt is the text so far
     earlier  a prompt that the same target serves before, for a round of this method and one of
              DFlash, which reads features of its own
+    options  those of the method that are not as its line says
     """
     vocab = len(model.get_output_embeddings().weight) - 1
-    rounds, text, chunks, kept = [], [*prompt], None, {}
+    rounds, text, chunks = [], [*prompt], None
     if name.startswith("hybrid"):  # it remembers no more than this besides the text
-        kept = {"successors": recycling.Successors()}
+        options["successors"] = recycling.Successors()
     while len(rounds) < 9:
         if anew or chunks is None:
             other, line = METHODS["dflash"](model), (METHODS | LOSSY)[name](model)
             target, log, fed = kind_for(line.method, run_as)(model, vocab), [], []
             for before in [line, other] if earlier else []:
                 next(chunks_of(before, target, earlier, run_as))
-            chunks = chunks_of(line, target, text[:], run_as, log=log, **kept)
+            chunks = chunks_of(line, target, text[:], run_as, log=log, **options)
             forward = target.forward
 
-            def spy(ids, parents=None, **options):
-                if options.get("keep") != 0:
+            def spy(ids, parents=None, **how):
+                if how.get("keep") != 0:
                     fed.append((torch.as_tensor(ids).tolist(), parents and [*parents]))
-                return forward(ids, parents, **options)
+                return forward(ids, parents, **how)
             target.forward = spy
         del fed[:]
         chunk = next(chunks)

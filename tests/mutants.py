@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import pytest
 
-from sources import ROOT, find_functions, list_files, name_of, needs, read
+from sources import ROOT, find_functions, name_of, needs, read
 
 LEFT_OUT = (".git", ".venv", "__pycache__", ".pytest_cache", "work")  # of the copy
 LIMIT = 3600  # seconds for the tests of a mutant: one that never ends is killed too
@@ -60,11 +60,6 @@ def list_written() -> list[Mutant]:
 
 
 # ------------------------------------------------------------------------------ tests that guard
-
-def list_product() -> list[str]:
-    """List the files that can have mistakes."""
-    return list_files(".", "cli", "hybrid", "models", "results", "support", "survey", "training")
-
 
 ROWS = {  # lines of the table of all methods, besides those that a file's methods name
     "survey/medusa.py": ["hydra"], "survey/masks.py": ["pass"], "survey/rest.py": ["suffix"],
@@ -163,8 +158,8 @@ def try_mutant(mutant: Mutant, clean: Path) -> str:
 def choose(words: list[str]) -> list[Mutant]:
     """List the mutants that a command line names by numbers and files; all of them by default."""
     for word in words:
-        if word not in list_product() and not word.isdigit():
-            sys.exit(f"mutants.py: expected numbers, and files of the project, got {word!r}")
+        if word not in MUTANTS and not word.isdigit():
+            sys.exit(f"mutants.py: expected numbers, and files of mutants.toml, got {word!r}")
     return [x for x in list_written() if not words or x.file in words or str(x.number) in words]
 
 

@@ -102,20 +102,3 @@ class NaiveLM(PrefixLM, EngineLM):
 
     def truncate(self, length: int) -> None:
         self.cache.fed, self.length, self.parents = self.cache.fed[:length], length, []
-
-
-class KnowingLM(NaiveLM):
-    """Compute each text once. For experiments that run the same few texts thousands of times."""
-
-    known = {}  # {(model, all that was fed): logits and features}
-
-    def run_paths(self, paths):
-        def name(path):
-            fed = torch.stack([*self.cache.fed, *(x for x, _ in path)]).numpy().tobytes()
-            return (self.model, self.cache.model, str(self.taps), len(self.before), fed,
-                    sum(sees for _, sees in path))
-        names = [*map(name, paths)]
-        new = {x: path for x, path in zip(names, paths) if x not in self.known}
-        if new:
-            self.known.update(zip(new, super().run_paths([*new.values()])))
-        return [self.known[x] for x in names]

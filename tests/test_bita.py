@@ -21,7 +21,7 @@ from methods import tuning_of
 from support.engine import EngineLM
 from survey import masks
 from training import loop as training
-from trainings import PROMPTS, WORDLESS
+from trainings import PROMPTS, WORDLESS, run
 
 LLAMA = tiny("llama")
 
@@ -41,6 +41,13 @@ def test_the_tree_of_figure_5_and_the_full_tree():
     assert build_tree([], 9, full=True) == build_tree([], 9) == ([9], [-1])
 
 
+@torch.inference_mode()
+def guess_alone(model, masks, text: list[int], prompts=()) -> torch.Tensor:
+    """Compute the logits of mask tokens after a text, as training does."""
+    return mask_logits(model, masks, prompts, torch.tensor([text]),
+                       torch.tensor([[len(text) - 1]]))[0, 0]
+
+
 @pytest.mark.parametrize("tree, k, guessed", [
     ("efficient", 2, 6), ("full", 2, 14), ("chain", 1, 3)])
 def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k, guessed,
@@ -53,10 +60,8 @@ def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k
     chunks = bita(PrefixLM(model), text, tree=tree, k=2, tuning=tuning, log=log)
     for chunk in itertools.islice(chunks, 12):
         ids, text = text, text + chunk
-        anchor = len(text) - 2 if tree != "chain" else len(ids) - 1
-        with torch.inference_mode():
-            logits = mask_logits(model, tuning.masks, tuning.prompts, torch.tensor([text]),
-                                 torch.tensor([[anchor]]))[0, 0]
+        seen = text[:-1] if tree != "chain" else ids
+        logits = guess_alone(model, tuning.masks, seen, tuning.prompts)
         left = logits[len(chunk) - 1:] if tree == "chain" else logits
         expected.append(left.topk(k).indices.tolist())
     assert [given[0] for given in used] == expected[:-1] and max(r["accepted"] for r in log) > 0
@@ -85,14 +90,6 @@ def test_an_answer_has_up_to_so_many_anchors_anywhere():
     assert {*drawn} == {*range(1, 19)}
 
 
-class Watched(PrefixLM):
-    """Keep the logits of the last call."""
-
-    def forward(self, *args, **options):
-        self.logits = super().forward(*args, **options)
-        return self.logits
-
-
 @pytest.mark.parametrize("family, P", [
     ("llama", 0), *((name, 4) for name in [*FAMILIES, "gemma2", "gpt-oss", "cohere2"])])
 def test_training_sees_what_decoding_sees(family, P):
@@ -101,16 +98,17 @@ def test_training_sees_what_decoding_sees(family, P):
     model, rng = tiny(family), random.Random(5)
     data = [([rng.randrange(2, 61) for _ in range(n)], [rng.randrange(2, 61) for _ in range(m)])
             for n, m in ((13, 5), (1, 3), (7, 4))]
-    tuning, lm = tuning_of(model, P, 3), Watched(model)
+    tuning, lm, made = tuning_of(model, P, 3), PrefixLM(model), []
     ids, anchors, labels = sample_anchors(data, 3, 9, random.Random(0))
     with torch.inference_mode():
         logits = mask_logits(model, tuning.masks, tuning.prompts, ids, anchors)
+    model.register_forward_hook(lambda *call: made.append(call[-1].logits[0, 1:]))
     for b, (prompt, answer) in enumerate(data):
         places = range(len(prompt) - 1, len(prompt) + len(answer) - 2)
         assert (labels[b, :, 0] >= 0).sum() == len(places)
         for g, place in enumerate(places):
             next(bita(lm, (prompt + answer)[:place + 1], tree="chain", tuning=tuning))
-            torch.testing.assert_close(logits[b, g], lm.logits[1:], **CLOSE)
+            torch.testing.assert_close(logits[b, g], made[-1], **CLOSE)
 
 
 def test_the_loss_by_hand():
@@ -177,7 +175,7 @@ def test_an_old_file_stays_until_a_new_one_is_whole(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("old")
     monkeypatch.setattr(module, "save_file", interrupting(
-        lambda tensors, path, facts: Path(path).write_text("half"), 1, after=True))
+        lambda tensors, path, facts: Path(path).write_text("half"), 1))
     with pytest.raises(KeyboardInterrupt):
         save_tuning(file, Tuning(LLAMA), LLAMA)
     assert file.read_text() == "old"
@@ -194,16 +192,11 @@ def test_what_is_no_number_is_not_learnt_and_an_old_file_stays(spoil, tmp_path, 
     assert (tmp_path / "file").read_bytes() == before and len([*tmp_path.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("wrong", [
-    {"P": -1}, {"M": 0}, {"steps": 0}, {"batch": 0}, {"anchors": 0}, {"lr": 0.0},
-    {"lr": float("nan")}, {"max_new_tokens": 1}, {"out": Path("none/file")}, {"out": Path(".")}])
-def test_options_that_make_no_sense_are_refused(wrong, tmp_path):
-    said = "answers of 2 tokens" if "max_new_tokens" in wrong else rf"--{[*wrong][0]}\b.*, got "
-    check_refused(said, tune, wrong.pop("out", tmp_path / "file"), **wrong)
-    assert not [*tmp_path.iterdir()]
-    for how in {"k": 0}, {"tree": "oak"}:
-        chunks = bita(PrefixLM(LLAMA), [5], tuning=tuning_of(LLAMA, 0, 1), **how)
-        check_refused(f"--{[*how][0]} .*, got ", next, chunks)
+def test_options_that_make_no_sense_are_refused():
+    """Numbers are in test_cli.py."""
+    for out in "none/file", ".":
+        check_refused(f"--out to be a file in a folder that exists, got {out}", tune, Path(out))
+    check_refused("--tree .*, got oak", next, bita(PrefixLM(LLAMA), [5], tree="oak"))
 
 
 # ------------------------------------------------------------------------------ PaSS and SPACE
@@ -217,9 +210,7 @@ def test_pass_guesses_from_what_training_sees(name, monkeypatch):
     chunks = masks.pass_sampling(target, text, L=2, trained=tokens, sample=Sampler(1.0))
     for _ in range(5):
         chunk = next(chunks)
-        ids, at = torch.tensor([text]), torch.tensor([[len(text) - 1]])
-        with torch.inference_mode():
-            expected = mask_logits(model, tokens.masks[:2], [], ids, at)[0, 0].softmax(-1)
+        expected = guess_alone(model, tokens.masks[:2], text).softmax(-1)
         torch.testing.assert_close(judged[-1][1], expected, **CLOSE)
         text = text + chunk
 
@@ -235,9 +226,7 @@ def test_space_guesses_from_what_training_sees(monkeypatch):
     for _ in range(9):
         chunk = next(chunks)
         text, lengths = text + chunk, lengths | {len(chunk)}
-        ids, at = torch.tensor([text[:-1]]), torch.tensor([[len(text) - 2]])
-        expected = mask_logits(model, mask.expand(2, -1), [], ids, at)[0, 0].argmax(-1)
-        assert made[-1] == expected.tolist()
+        assert made[-1] == guess_alone(model, mask.expand(2, -1), text[:-1]).argmax(-1).tolist()
     assert len(lengths) > 1 and target.calls == 9
 
 
@@ -253,8 +242,7 @@ def test_how_often_guesses_are_right_by_hand():
     for prompt, answer in data:
         text = prompt + answer
         for a in range(len(prompt) - 1, len(text) - 2):
-            ids = torch.tensor([text[:a + 1]])
-            guesses = mask_logits(model, trained, [], ids, torch.tensor([[a]]))[0, 0].argmax(-1)
+            guesses = guess_alone(model, trained, text[:a + 1]).argmax(-1)
             for guess, token, some in zip(guesses.tolist(), text[a + 2:], right):
                 some.append(guess == token)
     expected = [sum(some) / len(some) for some in right]
@@ -272,9 +260,7 @@ def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "divergence", spy)
     changes = []
     for factor in (1.0, 0.0):
-        out = tmp_path / f"t{factor}"
-        masks.tune(model, WORDLESS, PROMPTS, out=out, work=tmp_path / f"{factor}", k=2,
-                   max_new_tokens=6, steps=3, batch=2)
+        out = run("survey.masks tune --k 2", tmp_path / f"{factor}", model, steps=3, lr=1e-3)
         changes.append(load_file(out)["0.self_attn.q_proj.B"])
     assert given[0][0] == "forward-kl" and given[0][1] == pytest.approx(0, abs=1e-5)
     assert all(x[2] for x in given) and len(given) == 6 and given[2][1] > 0

@@ -1,8 +1,8 @@
 """These tests run command lines: where input and output go, right and wrong options, tuning,
 commands and interruptions."""
+import copy
 import importlib
 import io
-import json
 import re
 import shlex
 import shutil
@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from inspect import signature
 from logging import getLogger
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,20 +27,17 @@ from cli.main import explain_slowdown, run_script
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.prompts import read_prompts
 from cli.run import Run
-from cllm import cllm
 from common import CachedLM, InputError, autoregressive, greedy
 from fake_models import counting
+from families import tiny
 from helpers import ROOT, check_refused, fork, loaded, main, script, take, tokens_of
-from jacobi import jacobi, lookahead, prompt_lookup
-from mjsd import mjgd, mjsd
-from ouroboros import ouroboros
 from speculative import speculative
 from support.engine import EngineLM
 from support.graphs import GraphedLM
-from support.layers import move_counts
-from sources import FILES, functions_of
+from sources import FILES, SIX, functions_of
 from training import loop as training
 from training.settings import Settings
+from trainings import WORDLESS
 
 PROMPTS = read_prompts(ROOT / "models/examples.jsonl")
 PROMPT, SHORT, LONG = PROMPTS[1], "count the apples", "count the apples " * 1000
@@ -184,16 +182,10 @@ def test_compare_reports_the_first_difference(ask, how, expected, monkeypatch):
 
 
 def test_compare_takes_the_model_whose_text_a_method_writes(ask):
-    model, _ = loaded(DRAFT, None, None)
-
-    def of_draft(target, prompt, *, sample=None, log=None):
-        target.memo["writer"] = model
-        lm = EngineLM(model)
-        for chunk in autoregressive(lm, prompt):
-            move_counts(lm, target)
-            yield chunk
-    status, _, err = ask("--prompt", PROMPT, "--compare", method=of_draft)
-    assert status == 0 and "output equals autoregressive" in err
+    """The tuned model of LayerSkip says something else than the target."""
+    plain = ask(*ONE, file="jacobi")[1]
+    status, out, err = ask(*ONE, "--compare", file="survey.layerskip")
+    assert status == 0 and "output equals autoregressive" in err and out != plain
 
 
 def test_a_slow_run_says_why():
@@ -234,11 +226,10 @@ def test_an_answer_ends_with_the_shortest_context(ask, monkeypatch):
     assert f"shorter than the context of {long} tokens, got {long}" in refusal(answer)
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("can't allocate memory:\nyou tried 9 GiB"), ArgumentTypeError("9 GiB"),
-    SafetensorError("9 GiB"), OSError("9 GiB")])
-def test_memory_that_is_used_up_and_what_a_reader_of_a_file_raises(error, ask, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, ArgumentTypeError, SafetensorError, OSError])
+def test_memory_that_is_used_up_and_what_a_reader_of_a_file_raises(kind, ask, monkeypatch):
     """It is said in one line."""
+    error = kind("can't allocate memory:\nyou tried 9 GiB")
     monkeypatch.setattr("support.loading.load", Mock(side_effect=error))
     assert "9 GiB" in refusal(ask(*ONE))
 
@@ -277,10 +268,9 @@ def odd(tmp_path_factory):
     """Make files and folders that are no usable models, or that must not be lost."""
     top = tmp_path_factory.mktemp("odd")
     shutil.copytree(DRAFT, top / "tokenizer")
-    file = top / "tokenizer/tokenizer.json"
-    entries = json.loads(file.read_text())
-    entries["model"]["vocab"]["<another>"] = 9999
-    file.write_text(json.dumps(entries))
+    tokenizer = copy.deepcopy(loaded(DRAFT, None, None)[1])
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(top / "tokenizer")
     (top / "file").write_text("no directory")
     (top / "pairs").write_text('{"prompt": "a", "answer": "b"}\n')
     return top
@@ -318,15 +308,20 @@ def test_a_number_outside_its_range_is_named_with_the_value(file):
                 assert str(refused.value) == expected
 
 
-@pytest.mark.parametrize("method", [
-    jacobi, lookahead, prompt_lookup, cllm, speculative, ouroboros, mjsd, mjgd])
-def test_a_method_of_the_six_checks_its_numbers_itself(method):
-    """So who calls it from Python reads the same as who gives an option."""
-    lms = [counting(), counting()][:1 + ("draft" in method.__annotations__)]
-    for name, words in read_ranges(method).items():
-        for value in outside(words, read_options(method)[name][0]):
-            with pytest.raises(InputError, match=f"--{name}\\b.*, got .*{value}"):
-                next(method(*lms, [1], **{name: value}))
+@pytest.mark.parametrize("function", [
+    function for name in SIX for some in functions_of(name) for function in some])
+def test_a_function_of_the_six_checks_its_numbers_itself(function, tmp_path):
+    """So who calls it from Python reads the same as who gives an option. No file is made."""
+    given = dict(target=counting(), draft=counting(), prompt=[1], model=tiny("llama"), lr=1.0,
+                 tokenizer=WORDLESS, prompts=[[1]], data=tmp_path, out=tmp_path / "out")
+    given = {name: x for name, x in given.items() if name in signature(function).parameters}
+    for name, words in read_ranges(function).items():
+        for value in outside(words, read_options(function)[name][0]):
+            # bita.train sees how long its answers are, which may be given ones.
+            said = rf"{write_option(name)}\b.*, got .*{value}|answers of 2 tokens or more, got"
+            with pytest.raises(InputError, match=said):
+                next(function(**given | {name: value}))
+    assert not [*tmp_path.iterdir()]
 
 
 # The refusals that a user meets first: a command line, and what its line on stderr says.
@@ -338,10 +333,8 @@ FIRST = [
     ("speculative --prompt '\udce9'", "'utf-8' codec can't encode character"),
     ("speculative --prompt '{long}'", "--prompt must be shorter than the context of 2048 tokens"),
     ("speculative --draft {odd}/tokenizer", "a draft with the target's tokenizer, got another"),
-    ("speculative --gamma 0", "--gamma must be 1 or more, got 0"),
     ("jacobi --draft x", "--draft is no option of jacobi, got 'x'"),
-    ("jacobi --method lookahead --n 0", "--n is no option of lookahead"),
-]
+    ("jacobi --method lookahead --n 0", "--n is no option of lookahead")]
 
 # These are refused as well. The line on stderr names the last option or the last value.
 REFUSED = """
@@ -525,7 +518,7 @@ def test_a_closed_pipe_ends_as_ctrl_c_does(tmp_path):
     """The process must end as before `| head -c 5`. It writes the page of what was decoded, and
     says nothing of the pipe."""
     page = tmp_path / "x.html"
-    process, _, out, err = fork(script, "speculative", "--trace", str(page),
+    process, out, err = fork(script, "speculative", "--trace", str(page),
                                 *["--prompt", PROMPT] * 500)
     assert out.read(5)
     out.close()

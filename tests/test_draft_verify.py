@@ -66,9 +66,8 @@ def test_a_draft_ends_after_a_guess_below_the_threshold_or_when_it_is_full(monke
         others = torch.full_like(logits, (1 - chance) / (logits.shape[1] - 1)).log()
         return others.index_fill(1, torch.tensor([5]), math.log(chance))
     monkeypatch.setattr(EngineLM, "forward", forward_by_chances)
-    chunks = draft_verify(target, PROMPT, gamma=3, threshold=0.6, log=log, adaptive=False,
-                          skipped={"attention": [], "mlp": []})
-    take(chunks, 4)
+    take(draft_verify(target, PROMPT, gamma=3, threshold=0.6, log=log, adaptive=False,
+                      skipped={"attention": [], "mlp": []}), 4)
     assert [r["guessed"] for r in log] == [2, 2, 3, 1]
 
 
@@ -90,9 +89,8 @@ def test_the_threshold_moves_by_a_tenth_and_the_share_by_a_half(guesses, thresho
     shares = [0.95, 0.475, 0.7375, 0.86875, 0.934375]
     given = note_calls(monkeypatch, module, "move_threshold")
     monkeypatch.setattr(module, "verify", lambda *_: (next(script), 7))
-    chunks = draft_verify(EngineLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
-                          skipped=SOME, log=log)
-    take(chunks, len(shares))
+    take(draft_verify(EngineLM(three_layers()), PROMPT, gamma=2, threshold=thresholds[0],
+                      skipped=SOME, log=log), len(shares))
     expected = [x for row in zip(thresholds, shares) for x in row]
     assert [x for row in given for x in row[:2]] == pytest.approx(expected)
     assert {full for *_, full in given} == {guesses == 2}

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fake_models import path_to
+from fake_models import paths_of
 from families import rand, tiny
 from helpers import CLOSE, check_refused, note_calls
-from methods import METHODS, play_rounds
+from methods import play_rounds
 from naive import NaiveLM
 from support import released
 from support.engine import EngineLM, depth_of, list_layers, tap_layers
@@ -68,7 +68,6 @@ def test_a_tree_has_the_likeliest_paths(nodes, monkeypatch):
     trees = note_calls(monkeypatch, target, "forward")
     next(eagle(target, text, nodes=nodes, trained=draft))
     ids, parents = trees[-1]
-    found = {tuple(ids[x] for x in path_to(i, parents)) for i in range(len(ids))}
     every, level = [([], 1.0)], [([], 1.0)]
     for _ in range(LEVELS):
         expanded = sorted(level, key=lambda x: -x[1])[:nodes // 6]
@@ -76,7 +75,7 @@ def test_a_tree_has_the_likeliest_paths(nodes, monkeypatch):
                  for x, p in guess(model, draft, text, path, 5)]
         every += level
     best = sorted(every, key=lambda x: -x[1])[:nodes]
-    assert found == {(text[-1], *path) for path, _ in best}
+    assert ids[0] == text[-1] and {*paths_of(ids, parents)} == {tuple(path) for path, _ in best}
 
 
 def test_plans_are_trees_of_each_size_and_depth():
@@ -171,14 +170,11 @@ def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch
     """The clock may choose a tree of one node, which asks no draft. The next tree is that of a
     draft which is given the whole text. So few tokens are often guessed right. EAGLE-3 decodes in
     EAGLE's loop."""
-    model, prompt = tiny("llama", vocab_size=8), [3, 1, 4, 1, 5]
-    line, chosen = METHODS[name](model), itertools.cycle(trees)
-    line = line._replace(options=line.options | dict(nodes=0))
-    monkeypatch.setitem(METHODS, name, lambda _: line)
+    model, chosen = tiny("llama", vocab_size=8), itertools.cycle(trees)
     monkeypatch.setattr(f"survey.{name}.Clock.choose", lambda *_: next(chosen))
     monkeypatch.setattr(f"survey.{name}.Clock.note", lambda *_: None)
-    found = play_rounds(name, model, prompt, EngineLM)
-    assert play_rounds(name, model, prompt, NaiveLM, anew=True) == found
+    found = play_rounds(name, model, TEXT[:5], EngineLM, nodes=0)
+    assert play_rounds(name, model, TEXT[:5], NaiveLM, anew=True, nodes=0) == found
     assert {record["accepted"] for _, _, record in found} > {0}
 
 

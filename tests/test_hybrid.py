@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import InputError
+from common import autoregressive
+from fake_models import paths_of
 from families import tiny
-from helpers import check_refused
+from helpers import check_refused, tokens_of
 from hybrid import fit as fit_module
 from hybrid import guessers
 from hybrid import hybrid as module
@@ -21,12 +22,13 @@ from hybrid.ngrams import STORE, NGrams, class_of_variety
 from methods import FILES, METHODS, trusting
 from support.clock import Clock
 from support.engine import EngineLM
+from support.parts import save_trained
 from support.released import is_head
 from support.trees import RANKS
 from survey.medusa import Heads
 from survey.mtp import MTPBlock
 from survey.recycling import Successors
-from survey.rest import BOUNDARY, Datastore, as_text, as_tokens
+from survey.rest import BOUNDARY, Datastore, as_text, as_tokens, build
 from trainings import WORDLESS
 
 HALF = [[[0.5] * 3] * 5] * 3
@@ -112,14 +114,12 @@ def test_the_best_nodes_come_first_and_a_part_is_asked_as_deep_as_it_guesses():
 def test_a_pass_pays_where_the_n_grams_are_unsure():
     """It brings two tokens, times the chance of the node, times that of their best guess being
     wrong. It costs 0.2 tokens."""
-    ngrams, asked, paths = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF), {}, [()]
+    ngrams, asked = NGrams(as_tokens("abcabdab"), Datastore("q"), HALF), {}
     part = part_of(lambda path, worth: asked.update({path: worth}) or {}, 2)
     ids, parents, chances = grow_hybrid(as_tokens("b")[0], ngrams, part, POOL, 20, 0.01, 0.2)
-    for token, parent in zip(ids[1:], parents[1:]):
-        paths.append((*paths[parent], token))
     assert len(asked) == 3 and asked == pytest.approx({
         path: 2 * chance * (1 - max(ngrams.predict(path).values())) / 0.2
-        for path, chance in zip(paths, chances) if len(path) < 2})
+        for path, chance in zip(paths_of(ids, parents), chances) if len(path) < 2})
 
 
 # ------------------------------------------------------------------------------ a trained part
@@ -229,42 +229,34 @@ def test_a_pool_is_fitted_to_what_is_right():
 
 def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch, capsys):
     """Answers that the datastore has are left out of it. The n-grams name x, which is right once of
-    two times, and the parts name y."""
-    model, stores, texts, file = tiny("llama"), [], [""], str(tmp_path / "t.json")
-    group, guessed = (0, 2, 1), [{"y": 0.6}] * 2
-    (tmp_path / "hydra.safetensors").touch()
+    two times, and the parts name y. A part is left out if the target has none."""
+    model, stores, prompts = tiny("llama"), [], [[x, 9, 7] for x in range(4, 24)]
+    group, guessed, first, file = (0, 2, 1), [{"y": 0.6}] * 2, tmp_path / "first", tmp_path / "t"
 
     def replay(lm, data, store, parts):
-        stores.append(store.text)
-        texts[0] = BOUNDARY.join([*(as_text(p[-2:] + a) for p, a in data), "kept"])
+        stores.append(as_tokens(store.text))
         return "xy", [[(group, Counter(x=3, z=1))]] * 2, dict.fromkeys(parts, guessed)
-    monkeypatch.setattr(guessers, "load_mtp", lambda path, model: MTPBlock(model, len(path)))
-    for place in fit_module, module:
-        monkeypatch.setattr(place, "load_datastore", lambda *_: Datastore(texts[0]))
     monkeypatch.setattr(fit_module, "replay_answers", replay)
-    monkeypatch.setattr(guessers, "load_heads", lambda *_: Heads(model, "hydra", 4 - len(stores)))
-
-    def fit_to(name: str) -> None:
-        fit(model, WORDLESS, [[x, 9, 7] for x in range(4, 24)], out=tmp_path / name,
-            work=tmp_path, max_new_tokens=12, adapters=tmp_path)
-    fit_to("first.json")
-    fit_to("t.json")
+    store, most = str(tmp_path / "store"), dict(max_new_tokens=12)
+    build(model, WORDLESS, [*prompts, [3, 1, 4]], out=tmp_path / "store", **most)
+    for name, K in ("hydra.safetensors", 2), ("other", 3):
+        save_trained(tmp_path / name, Heads(model, "hydra", K), model)
+    how = dict(work=tmp_path, datastore=store, adapters=tmp_path) | most
+    fit(model, WORDLESS, prompts, out=first, **how)
+    assert "mtp is left out: " in capsys.readouterr().err
+    monkeypatch.setattr(guessers, "load_mtp", lambda path, model: MTPBlock(model, len(path)))
+    fit(model, WORDLESS, prompts, out=file, **how)
     known, trust = load_trust(file, model), fit_trust([[(group, 0.75)], [(group, 0.0)]], CLASSES)
     chances = [{x: trust[0][2][1] * share for x, share in (("x", 0.75), ("z", 0.25))}] * 2
-    assert stores == ["", "kept"] and known["trust"] == trust
-    assert known["pools"] == {"none": []} | dict.fromkeys(
-        ("hydra", "mtp"), fit_pool("xy", guessed, chances))
+    answer = tokens_of(autoregressive(EngineLM(model), [3, 1, 4]), 12, {1})
+    assert stores == [[1, 4, *answer, -1]] * 2 and known["trust"] == trust
+    pools = {"none": []} | dict.fromkeys(("hydra", "mtp"), fit_pool("xy", guessed, chances))
+    assert known["pools"] == pools and load_trust(first, model)["pools"].keys() == {"none", "hydra"}
     assert is_head(known["parts"]["mtp"], MTPBlock(model))  # of the target's own files: path ""
+    how = dict(trust=file, adapter=tmp_path / "other", datastore=store)
     for guess, said in (("dflash", "--guess must be one that .* was fitted for, got dflash"),
                         ("hydra", "--trust must be a .* fitted for this part of hydra, got")):
-        check_refused(said, next, hybrid(EngineLM(model), [1], guess=guess, trust=file))
-
-    def refuse(*_):
-        raise InputError("a block that is quantised")
-    monkeypatch.setattr(guessers, "load_mtp", refuse)
-    fit_to("last.json")
-    assert {*load_trust(tmp_path / "last.json", model)["pools"]} == {"none", "hydra"}
-    assert "mtp is left out: a block that is quantised\n" in capsys.readouterr().err
+        check_refused(said, next, hybrid(EngineLM(model), [1], guess=guess, **how))
 
 
 def test_a_part_is_replayed_in_rounds():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from cllm import cllm
 from cli.trajectory import show_trajectory
-from common import Sampler, autoregressive, greedy, trie, until
+from common import Sampler, greedy, trie, until
 from fake_models import Oranges, ScriptedLM, branches, counting, markov, scripted
 from helpers import take, tokens_of
 from jacobi import NgramPool, jacobi, lookahead, prompt_lookup
@@ -27,8 +27,6 @@ def test_a_block_of_independent_tokens_takes_two_calls(sample):
     target, log = scripted(choose, 12), []
     chunks = take(jacobi(target, [11, 11], n=8, sample=sample, log=log), 4)
     assert [len(chunk) for chunk in chunks] == [1, 7, 1, 7]
-    text = tokens_of(autoregressive(scripted(choose, 12), [11, 11], sample=sample), 16)
-    assert sum(chunks, []) == text
     assert [r["final"] for r in log] == [[1, 2, 9], [1, 2, 9]]  # the next root too
     assert log[0]["states"][1] == log[0]["states"][2]
 

@@ -41,8 +41,7 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain(monkeyp
     for seen in runs, heads:
         seen.clear()
     calls, rows = target.calls, target.rows
-    chunks = layerskip(target, [5] * 140, **how)
-    take(chunks, 5)
+    take(layerskip(target, [5] * 140, **how), 5)
     prompt = [(0, 128), (1, 128), (0, 11), (1, 11), (2, 128), (3, 128), (2, 11), (3, 11)]
     assert runs == prompt + ([(0, 1), (1, 1)] * 4 + [(2, 4), (3, 4)]) * 5
     assert sum(heads) == 5 * (3 + 4)
@@ -172,9 +171,8 @@ def test_the_loss_is_the_cross_entropy_with_the_model_and_reaches_the_exit_alone
 def test_the_figure_of_held_out_answers_counts_all_their_tokens(tmp_path, capsys):
     model, rng = deep("llama"), random.Random(0)
     data = [([rng.randrange(61)], [rng.randrange(61) for _ in range(100)]) for _ in range(6)]
-    network = Exit(model, 1)
-    fit(model, network, data[:1], data, out=tmp_path / "exit", work=tmp_path, steps=1, batch=1,
-        lr=1e-9)
+    fit(model, Exit(model, 1), data[:1], data, out=tmp_path / "exit", work=tmp_path, steps=1,
+        batch=1, lr=1e-9)
     texts = [prompt + answer[:-1] for prompt, answer in data]
     early, last = (torch.cat(read_texts(view(model, 0, n), texts)).float() for n in (1, 4))
     right = model.lm_head(model.model.norm(early)).argmax(-1) == model.lm_head(last).argmax(-1)

@@ -52,7 +52,7 @@ from helpers import check_refused, take, tokens_of
 from laws import WARM, Choosing, draw_by_choices, law, outcomes
 from methods import (END, LOSSY, METHODS, PROMPT, Line, autoregressive_text, chunks_of,
                      play_rounds)
-from naive import KnowingLM, NaiveLM
+from naive import NaiveLM
 from sources import FILES, functions_of
 from support.engine import EngineLM
 from support.graphs import GraphedLM
@@ -177,19 +177,14 @@ def test_a_model_serves_one_method_after_another(name):
     """Nothing is left of one that was stopped in the middle. A prompt may be a tensor, and must
     have a token. A sampled text ends with its EOS, also within a chunk."""
     model = model_of("llama")
-    line = METHODS[name](model)
+    line, run_as = METHODS[name](model), functools.cache(EngineLM)  # each draft once
     target = kind_for(line.method, EngineLM)(model)
-    drafts = [EngineLM(x) for x in line.drafts]
-    target.memo |= line.memo(target, *drafts)
     sample = greedy if line.method is lossy.specdec else SAMPLED
-    more = {"more_drafts": drafts[1:]} if drafts[1:] else {}
-    options = line.options | more | dict(sample=sample)
-    first, second, third = (line.method(target, *drafts[:1], prompt, **options)
+    first, second, third = (chunks_of(line, target, prompt, run_as, sample=sample)
                             for prompt in (PROMPT, torch.tensor([5, 2]), []))
     next(first)
     expected = autoregressive_text(line.text_of or model, (5, 2), 9, sample)
-    found = tokens_of(second, 9, expected[7:8])
-    assert found == expected[:expected.index(expected[7]) + 1]
+    assert tokens_of(second, 9, expected[7:8]) == expected[:expected.index(expected[7]) + 1]
     assert target.memo.get("writer", model) is (line.text_of or model)
     check_refused(r"1 or more token ids below \d+, got \[\]", next, third)
 
@@ -228,8 +223,7 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
 def test_greedy_text_in_passes_of_few_shapes(name):
     """Up to the end of the context: there the passes that are filled up reach furthest beyond.
     TriForce reaches into a pass, and is refused (test_cli.py)."""
-    family = "llama" if name in ("early_exit", "layerskip") else "gpt2"
-    model = model_of(family)
+    model = model_of("llama" if name in ("early_exit", "layerskip") else "gpt2")
     check_text(METHODS[name](model), model, PROMPT * 10, 10, GraphedLM)
 
 
@@ -303,9 +297,8 @@ def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
 # --------------------------------------------------------------------------------- perfect drafts
 
 PERFECT = {  # where the draft is the target itself: (options, tokens that each round must give)
-    "speculative": ({}, 5), "specinfer": ({}, 5),
-    "specinfer, two drafts": ({}, 5), "spectr": ({}, 5), "ouroboros": (dict(phrases=False), 5),
-    "cascade": ({}, 7), "online": ({}, 5),
+    **dict.fromkeys(("speculative", "specinfer", "specinfer, two drafts", "spectr"), ({}, 5)),
+    "ouroboros": (dict(phrases=False), 5), "cascade": ({}, 7), "online": ({}, 5),
     "another_tokenizer": (dict(tokenizers=TOKENIZERS[:1] * 2), 5),
     "draft_verify": (dict(threshold=0.0, skipped={"attention": [], "mlp": []}), 5),
     "sequoia": (dict(nodes=5), 5), "triforce": (dict(budget=40, chunk=40), 5)}
@@ -380,9 +373,8 @@ def test_a_draft_with_tokens_that_the_target_lacks(name, sample):
     drafts = copy.deepcopy(line.drafts)
     for draft in drafts:
         draft.resize_token_embeddings(99)
-    chunks = chunks_of(line._replace(drafts=drafts), target, PROMPT,
-                       lambda x, _: EngineLM(x, 99), sample=sample)
-    found = tokens_of(chunks, 8)
+    found = tokens_of(chunks_of(line._replace(drafts=drafts), target, PROMPT,
+                                lambda x, _: EngineLM(x, 99), sample=sample), 8)
     assert max(found) < target.vocab and target.vocab == 61
     text = autoregressive_text(target.model, tuple(PROMPT), 8, sample)
     assert found == text or sample is SAMPLED and line.method is lossy.specdec
@@ -405,12 +397,11 @@ def test_heads_and_layers_whose_weights_overflow(name):
 def test_a_rule_of_a_paper_leaves_the_targets_law(name, monkeypatch):
     """Where the seed does not fix the text. A model of three tokens; rounds until two tokens are
     final or more. All that follows has the target's law if this holds for every beginning, so it is
-    appended by the chain rule. Each text is run once, without caches."""
+    appended by the chain rule."""
     monkeypatch.setattr(sequoia, "draw_children", draw_by_choices)
-    monkeypatch.setattr(KnowingLM, "known", {})
     model, prompt, lengths = tiny("llama", vocab_size=8), [0, 1, 2, 0, 1], set()
     line = METHODS[name](model)
-    run_as = functools.cache(EngineLM if name == "triforce" else KnowingLM)  # each model once
+    run_as = functools.cache(EngineLM)  # each model once
     V, target = line.vocab, run_as(model, line.vocab)
 
     @functools.cache

@@ -5,13 +5,8 @@ import math
 import torch
 
 from common import Sampler
-from fake_models import ScriptedLM
+from fake_models import ScriptedLM, tabled
 from survey.lossy import bild, specdec
-
-
-def table(*rows):
-    """Make a scripted model: the distribution after the last token x is row x."""
-    return ScriptedLM(lambda tokens: torch.tensor(rows[tokens[-1]]).log())
 
 
 def test_bild_follows_its_two_thresholds():
@@ -20,7 +15,7 @@ def test_bild_follows_its_two_thresholds():
 
     def first(**options):
         log = []
-        return next(bild(table(*target), table(*draft), [0], log=log, **options)), log[0]
+        return next(bild(tabled(target), tabled(draft), [0], log=log, **options)), log[0]
     # 0 -> 1 (0.8) -> 2 (0.6) -> stops at 0.45. Costs are -log 0.5 = 0.69, -log 0.1 = 2.30
     assert first(fallback=0.5, rollback=2.31) == ([1, 2, 1], {"guessed": 2, "accepted": 2})
     assert first(fallback=0.5, rollback=2.30) == ([1, 0], {"guessed": 2, "accepted": 1})
@@ -39,7 +34,7 @@ def test_what_reaches_a_limit_exactly_passes():
     """A guess of probability 1 is drafted at a fallback of 1, and -log 1 is not above a rollback of
     0. SpecDec's guess lies 3 below the best one. It is drafted, however unsure the draft is."""
     sure = [[0.0, 1.0, 0.0]] * 2
-    chunks = bild(table(*sure), table(*sure), [0], gamma=3, fallback=1.0, rollback=0.0)
+    chunks = bild(tabled(sure), tabled(sure), [0], gamma=3, fallback=1.0, rollback=0.0)
     assert next(chunks) == [1, 1, 1, 1]
     target, draft = torch.tensor([3.0, *[0.0] * 20]), torch.tensor([0.0, 0.1, *[0.0] * 19])
     chunk = next(specdec(ScriptedLM(lambda _: target), ScriptedLM(lambda _: draft), [0], gamma=1,
@@ -70,7 +65,7 @@ def test_specdec_follows_its_two_limits():
             expected, log = passing[root][:1], []
             if x in passing[root]:
                 expected = [x, y, passing[y][0]] if y in passing[x] else [x, passing[x][0]]
-            got = next(specdec(table(*rows), saying(x, y), [root], gamma=2, beta=beta, tau=tau,
+            got = next(specdec(tabled(rows), saying(x, y), [root], gamma=2, beta=beta, tau=tau,
                                log=log))
             assert got == expected, (beta, tau, root, x, y)
             assert log == [{"guessed": 2, "accepted": len(expected) - 1}]
@@ -80,8 +75,8 @@ def test_specdec_draws_at_a_temperature():
     """Guesses and replacements; the test is that of temperature 1."""
     target, draft = [[0.5, 0.3, 0.2]] * 3, [[0.0, 0.0, 1.0]] * 3
     for tau, chunk in ((0.92, [2, 2]), (0.91, [])):  # log 0.5 / 0.2 = 0.916
-        chunks = specdec(table(*target), table(*draft), [0], gamma=2, tau=tau, sample=Sampler(9.0))
+        chunks = specdec(tabled(target), tabled(draft), [0], gamma=2, tau=tau, sample=Sampler(9.0))
         got = [next(chunks) for _ in range(60)]
         assert all(x[:-1] == chunk for x in got) and {x[-1] for x in got} == {0, 1, 2}
-    chunks = specdec(table(*target), table(*target), [0], gamma=1, beta=1, sample=Sampler(9.0))
+    chunks = specdec(tabled(target), tabled(target), [0], gamma=1, beta=1, sample=Sampler(9.0))
     assert {*map(len, itertools.islice(chunks, 60))} == {1, 2}

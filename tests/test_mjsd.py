@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import CachedLM, Sampler, greedy
-from fake_models import ScriptedLM, markov
+from fake_models import ScriptedLM, markov, tabled
 from families import tiny
 from laws import Choosing, chi_square_ok, draw_by_choices, outcomes
 from mjsd import beam_search, log_probs, mjgd, mjsd, perplexity, propose_children
@@ -27,11 +27,6 @@ def search(logits_of, context: list[int], depth: int, beams: int, eos) -> list[t
             grown += [((*tokens, x), logp + step) for x, step in enumerate(steps)]
         leaves = sorted(grown, key=lambda leaf: -leaf[1])[:beams]
     return leaves
-
-
-def tabled(rows: dict, last: bool = True) -> ScriptedLM:
-    """The distribution after a text is rows[its last token], or rows[the text]."""
-    return ScriptedLM(lambda text: torch.as_tensor(rows[text[-1] if last else tuple(text)]).log())
 
 
 # ----------------------------------------------------------------------------- the beam search

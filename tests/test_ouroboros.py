@@ -11,17 +11,10 @@ import ouroboros as module
 from common import Sampler
 from fake_models import Oranges, ScriptedLM, branches, counting
 from helpers import take
+from methods import pool_of
 from ouroboros import Drafter, NgramPool, ouroboros, phrases_of
 
 OFF = dict(phrases=False, lengthen=False, verification=False)
-
-
-def pool_of(*phrases: tuple[int, ...]) -> NgramPool:
-    """Make a pool of these phrases, the newest last."""
-    pool = NgramPool()
-    for phrase in phrases:
-        pool.add(phrase)
-    return pool
 
 
 def phrases_in(pool: NgramPool) -> list[tuple[int, ...]]:

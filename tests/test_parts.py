@@ -17,7 +17,7 @@ from support.parts import (belongs, fill, head_for, load_facts, load_trained, lo
                            save_part, save_trained, score_with, some_embeddings)
 from support.released import is_head
 from survey import dflash, eagle, eagle3, early_exit, layerskip, masks, medusa, mtp
-from trainings import make_llama, run
+from trainings import TRAININGS, make_llama, run
 
 LLAMA = tiny("llama")
 
@@ -89,20 +89,17 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
 
 # ---------------------------------------------------------------- files that trainings leave
 
-PARTS = {  # a training, and a function that loads the file that it leaves
-    "bita train --P 3 --M 2": bita.load_tuning,
-    "survey.medusa train --K 2": lambda path, model: medusa.load_heads(path, "medusa", model),
-    "survey.medusa train --K 2 --heads hydra --vocab 9":
+LOADERS = {  # how a training's command line begins, and what loads the file that it leaves
+    "bita": bita.load_tuning, "survey.eagle ": eagle.load_draft, "survey.mtp": mtp.load_draft,
+    "survey.medusa": lambda path, model: medusa.load_heads(path, "medusa", model),
+    "survey.medusa train --K 2 --heads hydra":
         lambda path, model: medusa.load_heads(path, "hydra", model),
-    "survey.eagle train": eagle.load_draft,
-    "survey.eagle train --mlp 24 --vocab 9": eagle.load_draft,
-    "survey.eagle3 train --taps 0,1 --passes 2 --vocab 9": eagle3.load_draft,
-    "survey.mtp train --passes 2 --vocab 9": mtp.load_draft,
-    "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 4 --anchors 3": dflash.load_draft,
-    "survey.early_exit train --E 1": early_exit.load_exit,
-    "survey.layerskip tune --E 1 --rank 2": layerskip.load_tuned,
-    "survey.masks tune --k 2 --rank 2":
-        lambda path, model: masks.load_space(path, EngineLM(model))}
+    "survey.eagle3": eagle3.load_draft, "survey.dflash": dflash.load_draft,
+    "survey.early_exit": early_exit.load_exit,
+    "survey.layerskip": layerskip.load_tuned,
+    "survey.masks tune": lambda path, model: masks.load_space(path, EngineLM(model))}
+PARTS = {line: load for name, load in LOADERS.items() for line in TRAININGS
+         if line.startswith(name)}
 OPTIONAL = {"vocab", "config", "mlp", "bias"}  # older files lack them
 ROW = pytest.mark.parametrize("line", PARTS)
 

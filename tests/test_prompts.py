@@ -14,9 +14,8 @@ from transformers import AutoTokenizer
 
 from cli.prompts import (encode_data, encode_pair, encode_prompts, read_pairs,
                          read_prompts, read_texts, split_texts)
-from common import InputError
-from helpers import ROOT, check_refused, main
-from jacobi import jacobi
+from common import CachedLM, InputError
+from helpers import ROOT, check_refused, file_of, main, run_small
 
 TALK = [{"role": "user", "content": "Tom has 3"}, {"role": "assistant", "content": " apples"}]
 ASKED, SAID = TALK
@@ -203,18 +202,23 @@ def test_answers_that_cannot_be_learnt_from_are_refused(row, said, embedded, cha
 # --------------------------------------------------------------------------------- a conversation
 
 @pytest.mark.parametrize("end", ["", EOFError()])
-def test_a_conversation_goes_on_with_all_that_was_said(end, embedded, monkeypatch, capsys):
-    """A second turn reads only what is new. An empty line or Ctrl-D ends it."""
+@pytest.mark.parametrize("place, act, argv, keeps", [
+    ("common", lambda say, argv: run_small(file_of(say), argv), [], None),
+    ("support.loading", lambda say, argv: main([say], lambda run: "", argv), ["--no-pack"], True)])
+def test_a_conversation_goes_on_with_all_that_was_said(place, act, argv, keeps, end, embedded,
+                                                       monkeypatch, capsys):
+    """An empty line or Ctrl-D ends it. In cli/ a second turn reads only what is new."""
     tokenizer = copy.deepcopy(embedded[2])
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }} {% endfor %}"
-    monkeypatch.setattr("support.loading.load", lambda *_: (embedded[0], tokenizer))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"
+    monkeypatch.setattr(f"{place}.load", lambda *_: (embedded[0], tokenizer))
     monkeypatch.setattr("builtins.input", Mock(side_effect=["Tom", "and Mia", end]))
-    report = Mock(return_value="")
-    assert main([jacobi], report, ["--chat", "--max-new-tokens", "5", "--no-pack"]) == 0
-    [[run], _] = report.call_args
-    one, two = map(tokenizer.decode, run.prompts)
-    first, second = (tokenizer.decode(x, skip_special_tokens=True) for x in run.outputs)
-    assert (one, two) == ("uTom ", f"uTom a{first} uand Mia ")
-    assert capsys.readouterr().out == f"{first}\n{second}\n"
-    read = [rows for rows, logits, _ in run.models["target"].passes if logits == 0]
-    assert sum(read) < len(run.prompts[1])  # each prompt by itself would be more
+    asked, yes = [], tokenizer.encode("yes")
+
+    def say(target: CachedLM, prompt, *, sample=None, log=None):
+        asked.append((tokenizer.decode(prompt), vars(target).get("keeps")))
+        target.start(prompt[:-1])
+        target.forward(prompt[-1:])
+        yield yes
+    assert act(say, ["--chat", "--max-new-tokens", str(len(yes)), *argv]) == 0
+    assert asked == [("uTom|", keeps), ("uTom|ayes|uand Mia|", keeps)]
+    assert capsys.readouterr().out.split() in (["yesyes"], ["yes", "yes"])

@@ -7,12 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from common import CachedLM, autoregressive
+from common import CachedLM
 from families import RECURRENT, VOCAB, tiny
 from fake_models import path_to
-from helpers import check_refused, note_calls, tokens_of
-from methods import METHODS, chunks_of
-from support.engine import EngineLM
+from helpers import check_refused, note_calls
 from support.recurrent import KEEP, RecurrentCache, RecurrentLM, running
 
 LONG = [i * i * 7 % 59 for i in range(9 * KEEP)]
@@ -63,16 +61,6 @@ def test_other_threads_run_the_same_model_as_if_we_were_not_there(monkeypatch):
     monkeypatch.setattr(running, "cache", RecurrentCache(model))
     with ThreadPoolExecutor(1) as thread:
         assert torch.equal(thread.submit(run).result(), expected)
-
-
-@pytest.mark.parametrize("name", ["another_tokenizer", "cascade", "online", "ouroboros",
-                                  "speculative"])
-def test_drafts_of_any_length_are_taken_back(name):
-    """Target and drafts are recurrent, and a round drafts more tokens than are always kept."""
-    model, prompt = tiny("qwen3.5", max_position_embeddings=1000), LONG[:54]
-    expected = tokens_of(autoregressive(RecurrentLM(model), prompt), 5)
-    chunks = chunks_of(METHODS[name](model), EngineLM(model), prompt, gamma=48)
-    assert tokens_of(chunks, 5) == expected
 
 
 def test_a_text_is_read_anew_once_if_the_states_have_gone_too_far(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from common import CachedLM, autoregressive, eos_ids
-from fake_models import path_to, scripted
+from fake_models import paths_of, scripted
 from families import near, tiny
 from helpers import check_refused, tokens_of
 from support.parts import save_part
@@ -30,11 +30,6 @@ def count_prefixes(texts, suffix) -> Counter:
     return Counter(tuple(some[:end]) for some in found for end in range(1, len(some) + 1))
 
 
-def paths_of(ids, parents) -> list[tuple]:
-    """Return the tokens from below the root to each node but the root."""
-    return [tuple(ids[j] for j in path_to(i, parents)[1:]) for i in range(1, len(ids))]
-
-
 @pytest.mark.parametrize("vocab", [2, 8, 56322, 70000])
 def test_the_lookup_equals_a_scan_of_every_place(vocab):
     """Texts repeat parts of each other or themselves, and one store grew a few tokens at a time.
@@ -52,7 +47,7 @@ def test_the_lookup_equals_a_scan_of_every_place(vocab):
         assert own.order == Datastore(own.text).order
         n, longest = rng.choice([0, 1, 2, 5, 20, 500]), rng.choice([1, 3, LONGEST])
         ids, parents = retrieve([own, store_of(*texts)], as_text(query), n, longest)
-        found, seen, taken = set(paths_of(ids, parents)), set(), 0
+        found, seen, taken = {*paths_of(ids, parents)[1:]}, set(), 0
         assert ids[0] == query[-1] and parents[0] == -1 and len(found) == len(ids) - 1 <= n
         for size in range(min(longest, len(query)), 0, -1):
             for some in [query], texts:
@@ -71,7 +66,7 @@ def test_suffixdecoding_by_hand():
     store = store_of([7, 1, 2, 8], *[[1, 2, 3, 4, 5]] * 3)
 
     def guesses(alpha, n=9, text=(7, 1, 2)):
-        return paths_of(*retrieve_by_score([store], as_text(text), n, LONGEST, alpha))
+        return paths_of(*retrieve_by_score([store], as_text(text), n, LONGEST, alpha))[1:]
     assert guesses(1) == [(3,), (3, 4)] and guesses(0.5) == [(8,)]
     assert guesses(2) == [(3,), (3, 4), (3, 4, 5), (8,)] and guesses(2, n=1) == [(8,)]
     assert guesses(2, text=[6]) == []

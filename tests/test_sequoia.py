@@ -22,15 +22,9 @@ BUSHY = [-1, 0, 0, 0, 1, 1, 2, 4, 4]  # of depth 3; nodes 3, 5, 6, 7 and 8 are l
 
 # -------------------------------------------------------------------------------------- the tree
 
-def ordered_trees(n: int, d: int):
-    """Yield all trees of exactly n nodes and at most d levels below the root, as nested tuples."""
-    def forests(n: int, d: int):
-        if n == 0:
-            yield ()
-        for first in range(1, n + 1 if d else 1):
-            for tree in ordered_trees(first, d - 1):
-                yield from ((tree, *others) for others in forests(n - first, d))
-    return forests(n - 1, d)
+def levels_of(tree: tuple) -> int:
+    """Count the levels below the root of a tree of nested tuples."""
+    return max((1 + levels_of(child) for child in tree), default=0)
 
 
 def tokens_a_call(tree: tuple, P: tuple) -> float:
@@ -44,13 +38,15 @@ def nested(parents: list[int], node: int = 0) -> tuple:
 
 def test_the_dynamic_program_equals_brute_force():
     """All trees of up to 7 nodes are compared, for every bound on the depth."""
-    trees = {(n, d): [*ordered_trees(n, d)] for n in range(1, 8) for d in range(7)}
-    assert [len(trees[n, 6]) for n in range(1, 8)] == [1, 1, 2, 5, 14, 42, 132]
+    # The parent of node i is one of the i nodes before it.
+    trees = {n: {nested([-1, *some]) for some in itertools.product(*map(range, range(1, n)))}
+             for n in range(1, 8)}
+    assert [*map(len, trees.values())] == [1, 1, 2, 5, 14, 42, 132]
     for P in ((0.6, 0.3, 0.1), (0.2, 0.5, 0.3), (1.0,), (0.5, 0.0, 0.4), (0.3, 0.25, 0.1, 0.05)):
         best = tabulate(P, 7, 6)
-        for n, d in trees:
-            possible = [tokens_a_call(tree, P) for m in range(1, n + 1) for tree in trees[m, d]
-                        if len(tree) <= len(P)]
+        for n, d in itertools.product(trees, range(7)):
+            possible = [tokens_a_call(tree, P) for m in range(1, n + 1) for tree in trees[m]
+                        if levels_of(tree) <= d]
             assert math.isclose(best[d].G[n], max(possible), rel_tol=1e-12), (P, n, d)
             parents = parents_of(best, n, d)
             assert math.isclose(tokens_a_call(nested(parents), P), best[d].G[n], rel_tol=1e-12)

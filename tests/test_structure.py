@@ -31,8 +31,7 @@ PROGRAMS = [name for name in written() if name.endswith(".py") and not name.star
 
 def imported(nodes: list) -> set[str]:
     """Return the modules that these statements import, also within functions."""
-    found = [x for node in nodes for x in ast.walk(node)]
-    return {getattr(x, "module", x.names[0].name) for x in found
+    return {getattr(x, "module", x.names[0].name) for node in nodes for x in ast.walk(node)
             if isinstance(x, (ast.Import, ast.ImportFrom))}
 
 
@@ -123,7 +122,7 @@ def test_each_of_the_six_decodes_trains_and_compares_beside_common_alone(tmp_pat
             (tmp_path / name / f"cli/{file}.py").write_text("print('another program')\nexit()")
         prompts = [text, json.dumps({"prompt": "How many are left?"}), "", "def f(x):"]
         (tmp_path / name / "prompts").write_text("\n".join(prompts))
-        process, _, out, err = fork(run_copy, tmp_path / name, text, models)
+        process, out, err = fork(run_copy, tmp_path / name, text, models)
         found, said = out.read(), err.read()
         process.join()
         assert process.exitcode == 0 and "another program" not in found, said

@@ -66,8 +66,7 @@ def test_a_batch_of_samples(embedded, monkeypatch):
     assert one == again and [p for p, _ in one] != [p for p, _ in other] and len(one) == 10
     pool = recipe.mix_examples("train", random.Random(0).getrandbits(60))
     known = [e.prompt for e in itertools.islice(pool, 40)]
-    asked = embedded[2].batch_decode([p for p, _ in one], skip_special_tokens=True)
-    assert {*asked} <= {*known}
+    assert {*embedded[2].batch_decode([p for p, _ in one], skip_special_tokens=True)} <= {*known}
 
 
 # -------------------------------------------------------------------------------------- losses

@@ -20,8 +20,7 @@ def taken(model, text: list[int], slots, kept: int) -> tuple[EngineLM, PartialLM
     """Cache a text, and take the rows of these slots, for all heads or for each."""
     whole, part = EngineLM(model), PartialLM(model)
     whole.start(text)
-    heads = whole.cache.layers[0][0].shape[1]
-    index = torch.tensor(slots).expand(heads, -1)
+    index = torch.tensor(slots).expand(whole.cache.layers[0][0].shape[1], -1)
     part.take(whole, {layer: index for layer in whole.cache.layers}, kept, len(text))
     return whole, part
 
