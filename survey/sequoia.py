@@ -61,7 +61,6 @@ Departures:
 
 Left out: offloading, where the target's weights lie in main memory.
 """
-from collections import deque
 from itertools import chain, product
 from typing import Iterator, NamedTuple, Sequence
 
@@ -84,10 +83,7 @@ class Best(NamedTuple):
     The root is one of the n nodes. The d levels lie below it.
     """
     G: list[float]  # G[n]: how many tokens a call gives with the best tree of n nodes
-    branches: list[int]  # branches[n]: how many children the root of this tree has
-    # size_of_last[b][n]: how many nodes the last branch has in the best tree of n nodes whose root
-    # has b children
-    size_of_last: list[list[int]]
+    branches: list[list[int]]  # branches[n]: how many nodes each branch of this tree has
 
 
 def tabulate(P: Sequence[float], N: int, D: int) -> list[Best]:
@@ -102,20 +98,20 @@ def tabulate(P: Sequence[float], N: int, D: int) -> list[Best]:
     # T(0, 0) is -inf, and so is T(n, b) of all n below 0, which stand before it.
     none = torch.full((N,), -torch.inf, dtype=torch.float64)
     alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)  # [n]
-    found = [Best(alone.tolist(), [0] * (N + 1), [])]
+    found = [Best(alone.tolist(), [[]] * (N + 1))]
     G = alone  # [n]: G(n, d - 1)
     for _ in range(D):
         T = [alone]  # [b][n]: T(n, b)
-        size_of_last = [[]]
+        sizes = [[[]] * (N + 1)]  # [b][n]: the nodes of each branch of the tree that gives T(n, b)
         for P_b in P:
             # Row n of the first term is T(n - m, b - 1) for m = N, …, 1.
             others = torch.cat([none, T[-1]]).unfold(0, N, 1)[:-1]
-            tokens = others + P_b * G[1:].flip(0)  # [n, m]: Alg. 1, line 9
-            most, column = tokens.max(1)
+            most, column = (others + P_b * G[1:].flip(0)).max(1)  # over m: Alg. 1, line 9
             T.append(most)
-            size_of_last.append((N - column).tolist())
-        G, branches = torch.stack(T).max(0)  # line 11
-        found.append(Best(G.tolist(), branches.tolist(), size_of_last))
+            last = (N - column).tolist()  # m, the nodes of branch b. If T is -inf it means nothing
+            sizes.append([[*sizes[-1][n - m], m] for n, m in enumerate(last)])
+        G, b = torch.stack(T).max(0)  # line 11
+        found.append(Best(G.tolist(), [sizes[x][n] for n, x in enumerate(b.tolist())]))
     return found
 
 
@@ -130,18 +126,11 @@ def parents_of(best: list[Best], n: int, d: int) -> list[int]:
     returns  the parent of each node
     """
     parents = [-1]
-    waiting = deque([(0, n, d)])  # (node, nodes of its subtree, levels below it)
-    while waiting:
-        node, nodes, depth = waiting.popleft()
-        sizes = []
-        # The last branch comes off first. The rest is the best tree that has one branch less.
-        for b in range(best[depth].branches[nodes], 0, -1):
-            size = best[depth].size_of_last[b][nodes]
-            sizes.insert(0, size)
-            nodes -= size
-        for size in sizes:
-            waiting.append((len(parents), size, depth - 1))
+    subtrees = [(n, d)]  # for each node the nodes of its subtree and the levels below it
+    for node, (size, depth) in enumerate(subtrees):  # which grow meanwhile
+        for branch in best[depth].branches[size]:
             parents.append(node)
+            subtrees.append((branch, depth - 1))
     return parents
 
 
@@ -295,12 +284,10 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
     path = [0]
     while True:
         node = path[-1]
-        p = sample.probs(logits[node])
         children = shape.children[node]
-        accepted = None
-        if children:
-            draws = [ids[child] for child in children]
-            accepted, p = verify(p, q_logits_of[node], draws, sample)
+        draws = [ids[child] for child in children]  # a leaf has none
+        p = sample.probs(logits[node])
+        accepted, p = verify(p, q_logits_of.get(node), draws, sample)
         if accepted is None:
             return path, [ids[x] for x in path[1:]] + sample.draw(p[None]).tolist()
         path.append(children[accepted])
