@@ -82,17 +82,15 @@ from typing import Callable, Iterator
 from common import KVCache, Sampler, begin, greedy, walk
 from support.clock import Choice, Clock, list_sizes
 from support.engine import MODELS, EngineLM, depth_of, log_round
-from support.layers import read_taps, tap_widths
+from support.layers import read_taps
 from support.parts import Part, score_with
 from support.released import describe_dflash, load_dflash, read_dflash
 from support.trees import Acceptance, keep_nodes, rank_tokens
-from training.loop import fit_part, low_precision, warm_cosine
-from training.texts import (Text, compute_features, compute_frozen, count_tokens, prepare_training,
-                            sample_alike)
+from training.loop import fit_on_texts, low_precision, report_right, warm_cosine
+from training.texts import Text, compute_features, pad_texts, prepare_training
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers.models.qwen3.modeling_qwen3 import (Qwen3DecoderLayer, Qwen3RMSNorm,
                                                       Qwen3RotaryEmbedding, apply_rotary_pos_emb)
 
@@ -312,9 +310,9 @@ def guess_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]])
     returns   for each guess of a token of a text the logits [guesses, V], the token [guesses], what
               the target's LM head read there [guesses, d], and how many guesses stand before it
     """
-    device, width = draft.fc.weight.device, draft.fc.in_features
-    ids, features = (pad_sequence(x, batch_first=True).to(device) for x in (
-        [text.ids for text in texts], [text.features for text in texts]))
+    width = draft.fc.in_features
+    ids, features, _ = pad_texts(texts)
+    device = ids.device
     roots, cache = torch.tensor(anchors, device=device), KVCache()
     draft.read(features[..., :width], cache)
     hidden = draft(ids.gather(1, roots), roots, cache)
@@ -360,34 +358,30 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     # No block begins with the EOS. So its embedding can stand for the masks.
     config = describe_dflash(model, [i - 1 for i in numbers], tokenizer.eos_token_id or 0, layers,
                              B, markov)
-    draft, tapped = BlockDraft(model, config, seed), [*numbers, L]  # the loss reads tap L, too
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    draft = BlockDraft(model, config, seed)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     score = score_with(model)
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, tapped), data,
-                                 sum(tap_widths(model, tapped)))
-    held_texts = compute_features(model, held_out, tapped)
     # At first the LM head should read numbers as large of the draft as of the target. The first
     # token of a text is left out, since its hidden state may be far larger than all others.
-    read = texts_of([0])[0].features[1:, draft.fc.in_features:].float()
-    torch.nn.init.constant_(draft.norm.weight, read.square().mean(-1).sqrt().median().item())
+    [text] = compute_features(model, lessons.data[:1], None)
+    size = text.features[1:].float().square().mean(-1).sqrt().median().item()
+    torch.nn.init.constant_(draft.norm.weight, size)
 
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        some = texts_of(sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i])))
-        return block_loss(draft, score, some, [sample_roots(text, anchors, rng) for text in some])
+    def loss_of(texts: list[Text], rng: random.Random) -> torch.Tensor:
+        roots = [sample_roots(text, anchors, rng) for text in texts]
+        return block_loss(draft, score, texts, roots)
 
     @torch.inference_mode()
-    def evaluate() -> tuple[dict, str]:
-        same = []
+    def evaluate(texts: list[Text]) -> tuple[dict, str]:
+        right = []
         with low_precision(model.device, model):
-            for text in held_texts:
+            for text in texts:
                 roots = sample_roots(text, anchors, random.Random(0))
                 logits, tokens, *_ = guess_blocks(draft, [text], [roots])
-                same.append(logits.argmax(-1) == tokens)
-        right = torch.cat(same).float().mean().item()
-        return {"right": right}, f"held-out guesses right {right:.3f}"
-    fit_part(draft, model, (batch, anchors), data, held_out, loss_of, evaluate, out=out, work=work,
-             steps=steps, lr=lr, seed=seed, name="dflash", rate=warm_cosine)
+                right.append(logits.argmax(-1) == tokens)
+        return report_right(right)
+    fit_on_texts(draft, model, [*numbers, L], (anchors,), lessons, loss_of, evaluate, batch=batch,
+                 out=out, steps=steps, lr=lr, seed=seed, name="dflash", rate=warm_cosine)
 
 
 # ------------------------------------------------------------------------------------ the file

@@ -49,25 +49,24 @@ Departures:
 """
 import math
 import random
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
 from support.clock import MOST, Choice, Clock
-from support.engine import MODELS, EngineLM, log_round
+from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import make_config
 from support.loading import check
 from support.parts import Part, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
-from training.loop import divergence_in_parts, evaluate, fit_part, warm_cosine
-from training.texts import (Text, compute_features, compute_frozen, count_tokens, find_frequent,
-                            prepare_training, sample_alike)
+from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
+from training.texts import Text, compute_features, find_frequent, pad_texts, prepare_training
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
@@ -151,18 +150,15 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
     batch   texts with their features
     rng     a generator of the draft's device, of the noise and of the rows that are compared
     """
-    device = draft.fc.weight.device
-    ids = pad_sequence([x.ids for x in batch], batch_first=True).to(device)  # [B, T]
-    f = pad_sequence([x.features for x in batch], batch_first=True).to(device)  # [B, T, f]
-    place = torch.arange(2, ids.shape[1])  # of the token that row i guesses: i + 2
-    learns = torch.stack([(place >= x.length) & (place < len(x.ids)) for x in batch]).to(device)
+    ids, f, answers = pad_texts(batch)  # [B, T], [B, T, f], [B, T - 1]
+    learns = answers[:, 1:]  # row i guesses token i + 2, and not the next one
     # The layer reads noisy features, as it will have to read its own guesses, and learns true ones.
-    noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=device) - 1)
+    noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=f.device) - 1)
     inputs = draft.join((f + noise)[:, :-2], ids[:, 1:-1])  # [B, T - 2, e]
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
-    few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
+    few = torch.randperm(len(features), generator=rng, device=f.device)[:SAMPLED]
     each = divergence_in_parts("cross-entropy", score, score, len(draft.vocab), features[few],
                                guessed[few])
     return F.smooth_l1_loss(guessed, features) + 0.1 * each.mean()
@@ -325,28 +321,22 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
     """
     draft = EagleLayer(model, make_config(model, mlp), seed=seed)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     if vocab:
-        draft.keep(find_frequent(data, vocab))
+        draft.keep(find_frequent(lessons.data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, None), data,
-                                 model.get_output_embeddings().weight.shape[1])
-    held_texts = compute_features(model, held_out, None)
     # Embeddings and features differ in size. They are scaled to weigh the same at first.
-    [(ids, features, _)] = texts_of([0])
+    [(ids, features, _)] = compute_features(model, lessons.data[:1], None)
     e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
     draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
 
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
+    def loss_of(texts: list[Text], rng: random.Random) -> torch.Tensor:
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
-        return eagle_loss(draft, score, texts_of(numbers), noise)
-
+        return eagle_loss(draft, score, texts, noise)
     # Each value of a gradient is cut to ± 0.5, as in the released code.
-    fit_part(draft, model, (batch,), data, held_out, loss_of, lambda: evaluate(draft, held_texts),
-             out=out, work=work, steps=steps, lr=lr, seed=seed, name="eagle", rate=warm_cosine,
-             max_norm=math.inf, max_value=0.5, models=(draft.lm,))
+    fit_on_texts(draft, model, [depth_of(model)], (), lessons, loss_of, partial(evaluate, draft),
+                 batch=batch, out=out, steps=steps, lr=lr, seed=seed, name="eagle",
+                 rate=warm_cosine, max_norm=math.inf, max_value=0.5, models=(draft.lm,))
 
 
 # ------------------------------------------------------------------------------------ the file

@@ -208,14 +208,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     """
     numbers = read_taps(taps, model) if taps else choose_taps(model)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     every = range(len(model.get_output_embeddings().weight))
-    known = sorted(find_frequent(data, vocab)) if vocab else every
+    known = sorted(find_frequent(lessons.data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, seed=seed)
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
-    fit_unrolled(draft, model, data, held_out, score, draft.lm.lm_head, batch=batch, passes=passes,
-                 steps=steps, lr=lr, seed=seed, out=out, work=work, name="eagle3")
+    fit_unrolled(draft, model, lessons, score, draft.lm.lm_head, batch=batch, passes=passes,
+                 steps=steps, lr=lr, seed=seed, out=out, name="eagle3")
 
 
 # ------------------------------------------------------------------------------------ the file

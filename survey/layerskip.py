@@ -256,22 +256,21 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
            5e-4 was found for 10M parameters
     """
     split_layers(EngineLM(model), E)  # refuses an E or a model that does not fit
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     to_logits = logits_of(model)
     tuning = ExitTuning(model, E, rank, seed)
     tuned = tuning.model
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
+        pairs = sample_alike(lessons.data, batch, rng, count_tokens)
         return tuning_loss(tuned, to_logits, pairs, rng)
 
     def evaluate() -> tuple[dict, str]:
-        right = [measure_exit(tuned, held_out, layers) for layers in (E, depth_of(model))]
+        right = [measure_exit(tuned, lessons.held_out, n) for n in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
-    fit_part(tuning, model, (batch,), data, held_out, loss_of, evaluate, name="layerskip", out=out,
-             work=work, steps=steps, lr=lr, rate=warm_linear, seed=seed, models=(tuned,))
+    fit_part(tuning, model, (batch,), lessons, loss_of, evaluate, name="layerskip", out=out,
+             steps=steps, lr=lr, rate=warm_linear, seed=seed, models=(tuned,))
 
 
 # ------------------------------------------------------------------------------------- its file

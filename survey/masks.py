@@ -265,14 +265,13 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     """
     # One pass has many masks after the text, and a mask is only an embedding.
     CachedLM(model).forward(model.get_input_embeddings().weight[:1])
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     tuning = SpaceTuning(model, rank, seed)
     tuned = tuning.model
     score, V = score_with(model), len(model.get_output_embeddings().weight)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
+        pairs = sample_alike(lessons.data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
         masked = mask_logits(tuned, tuning.mask.expand(k, -1), [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
@@ -284,14 +283,14 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        right = accuracy(tuned, tuning.mask.expand(k, -1), held_out)
-        guesses, labels = guess_answers(tuned, held_out)
+        right = accuracy(tuned, tuning.mask.expand(k, -1), lessons.held_out)
+        guesses, labels = guess_answers(tuned, lessons.held_out)
         kept = (guesses == labels).float().mean().item()
         shares = " ".join(f"{x:.3f}" for x in right)
         line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"
         return {"right": right, "kept": kept}, line
-    fit_part(tuning, model, (k, batch, anchors), data, held_out, loss_of, evaluate, name="space",
-             steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out, work=work, models=(tuned,))
+    fit_part(tuning, model, (k, batch, anchors), lessons, loss_of, evaluate, name="space",
+             steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out, models=(tuned,))
 
 
 class SpaceTuning(Tuned):

@@ -342,15 +342,14 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     the highest learning rate. 1e-3 suited 10M to 135M parameters, and is Medusa's for 7B
     """
     trained = Heads(model, heads, K)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     if vocab:
-        trained.keep(find_frequent(data, vocab))
+        trained.keep(find_frequent(lessons.data, vocab))
     to_logits = logits_of(model)
-    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
-                                      data, trained.lm_head.weight.shape[1])
-    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]  # in positions
-    measured = [*map(torch.cat, zip(*collect_features(model, held_out, trained.K)))]
+    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, K),
+                                      lessons.data, trained.lm_head.weight.shape[1])
+    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in lessons.data]  # in rows
+    measured = [*map(torch.cat, zip(*collect_features(model, lessons.held_out, K)))]
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
@@ -359,8 +358,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     def evaluate() -> tuple[dict, str]:
         right = [round(x, 3) for x in accuracy(trained, model, *measured)]
         return {"right": right}, f"held-out guesses right, by head {right}"
-    fit_part(trained, model, (batch, texts), data, held_out, loss_of, evaluate, out=out, work=work,
-             steps=steps, lr=lr, seed=seed, name=trained.kind, rate=warm_cosine)
+    fit_part(trained, model, (batch, texts), lessons, loss_of, evaluate, out=out, steps=steps,
+             lr=lr, seed=seed, name=heads, rate=warm_cosine)
 
 
 # ---------------------------------------------------------------------------------- their files

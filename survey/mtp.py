@@ -273,13 +273,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              guesses in training
     """
     draft = MTPBlock(model, seed)  # it refuses a model that does not fit, before any answer is made
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     if vocab:
-        draft.keep(find_frequent(data, vocab))
+        draft.keep(find_frequent(lessons.data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
-    fit_unrolled(draft, model, data, held_out, score, score, batch=batch, passes=passes,
-                 steps=steps, lr=lr, seed=seed, out=out, work=work, name="mtp")
+    fit_unrolled(draft, model, lessons, score, score, batch=batch, passes=passes, steps=steps,
+                 lr=lr, seed=seed, out=out, name="mtp")
 
 
 COMMAND_LINE = dict(methods=[mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})

@@ -136,10 +136,10 @@ def test_what_a_training_reports_by_hand():
 def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):
     """Gemma's embedding is √d times its weights. Values of a gradient are cut as in the paper."""
     model, seen = tiny("gemma3"), []
-    monkeypatch.setattr("survey.eagle.fit_part", lambda *given, **how: seen.append((given, how)))
+    monkeypatch.setattr("survey.eagle.fit_on_texts", lambda *x, **how: seen.append((x, how)))
     run("survey.eagle train", tmp_path, model)
-    [((draft, _, _, data, *_), how)] = seen
-    [(ids, f, _)] = compute_features(model, data[:1], None)
+    [((draft, _, _, _, lessons, *_), how)] = seen
+    [(ids, f, _)] = compute_features(model, lessons.data[:1], None)
     expected = EagleLayer(model).fc.weight.detach()
     expected[:, :32] *= f.float().std() / model.get_input_embeddings()(ids).std()
     assert torch.allclose(draft.fc.weight, expected, rtol=1e-3) and how["max_value"] == 0.5
