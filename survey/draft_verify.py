@@ -128,6 +128,32 @@ def move_threshold(threshold: float, share: float, full: bool) -> float:
     return threshold if full else threshold - 0.01
 
 
+def draft_chain(draft: EngineLM, root: int, gamma: int, threshold: float,
+                sample: Sampler) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Draft one token a call, and leave the rows of all but the last guess pending.
+
+    draft      the model that drafts
+    root       the token that is fed first
+    gamma      the most tokens that are drafted
+    threshold  a draft ends after a guess that had a smaller draft probability. 0: it has gamma
+    sample     draws the guesses
+    returns    the n guesses, the distributions [n, V] that they were drawn from, and the features
+               [n, d] of the rows before them
+    """
+    drawn, draft_probs, features = [], [], []
+    token = [root]
+    for _ in range(gamma):
+        logits = draft.forward(token)  # [1, V]
+        features.append(draft.features)
+        draft_probs.append(sample.probs(logits, draft.places))
+        token = sample.draw(draft_probs[-1])  # [1]; the CPU need not wait for it
+        drawn.append(token)
+        # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
+        if threshold and not logits.float().softmax(-1)[0, token] >= threshold:
+            break
+    return torch.cat(drawn).tolist(), torch.cat(draft_probs), torch.cat(features)
+
+
 def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, threshold: float = 0.6,
                  adaptive: bool = True, blocks: str = f"{MODELS}/blocks.json",
                  skipped: dict[str, list[int]] | None = None, sample: Sampler = greedy,
@@ -160,19 +186,10 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
         # Draft, one token a call. The draft begins after the rows that the target has committed.
         draft.length = target.length
         draft.parents = []
-        guesses, draft_probs = [], []
-        last = root
-        for _ in range(gamma):
-            logits = draft.forward([last])  # [1, V]
-            draft_probs.append(sample.probs(logits, draft.places))
-            [last] = sample.draw(draft_probs[-1]).tolist()
-            guesses.append(last)
-            # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
-            if not logits.float().softmax(-1)[0, last] >= threshold:
-                break
+        guesses, draft_probs, _ = draft_chain(draft, root, gamma, threshold, sample)
         # Verify. The call begins at the same slot, so its rows replace those of the draft.
         target_probs = sample.probs(target.forward([root, *guesses]), target.places)
-        accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
+        accepted, root = verify(target_probs, draft_probs, guesses, sample)
         target.commit(range(1 + accepted))
         # Adapt the threshold.
         if adaptive:

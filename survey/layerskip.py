@@ -68,6 +68,7 @@ from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, r
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, logits_of
+from survey.draft_verify import draft_chain
 from training.loop import compute_in_parts, fit_part, warm_linear
 from training.texts import count_tokens, pad_pairs, prepare_training, read_texts, sample_alike
 from training.low_rank import Tuned, merge_changes, prepare_changes
@@ -76,6 +77,7 @@ import torch
 import torch.nn.functional as F
 
 TUNED = f"{MODELS}/layerskip.safetensors"
+TITLE = "a LayerSkip tuning"  # in its file, and in error messages
 R = 3  # in a training step every R-th layer has an exit
 
 
@@ -104,31 +106,20 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
     root = prompt[-1]
     while True:
         # Self-drafting (4.3.1): the early layers run once a token, and their exit guesses the next.
-        drawn, draft_probs, hidden = [], [], []
-        token = [root]
-        for _ in range(gamma):
-            logits = early.forward(token)  # [1, V]
-            hidden.append(early.features)  # [1, d], for the paper's exit query cache
-            draft_probs.append(sample.probs(logits, early.places))
-            token = sample.draw(draft_probs[-1])  # [1]; the CPU need not wait for it
-            drawn.append(token)
-            # This guess is kept, but none comes after it. A NaN ends a draft too.
-            if threshold and not logits.float().softmax(-1)[0, token] >= threshold:
-                break
+        # The hidden states [γ, d] of its rows are the paper's exit query cache.
+        guesses, draft_probs, hidden = draft_chain(early, root, gamma, threshold, sample)
         # The last guess needs a hidden state too, but the exit does not guess after it.
-        early.forward(token, keep=0)
-        hidden.append(early.features)
-        guesses = torch.cat(drawn).tolist()
+        early.forward(guesses[-1:], keep=0)
         # Self-verification (4.3.2): the late layers run once, for the root and all guesses.
-        logits = late.forward(torch.cat(hidden))  # [γ+1, V]
+        logits = late.forward(torch.cat([hidden, early.features]))  # [γ+1, V]
         target_probs = sample.probs(logits, late.places)
-        accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
+        accepted, root = verify(target_probs, draft_probs, guesses, sample)
         # Reusing the cache (4.3.3): the rows of the accepted tokens stay, in all layers.
         early.commit(range(1 + accepted))
         late.commit(range(1 + accepted))
         move_counts(late, target)
         adapter = (depth_of(early.model) - E) / 2  # it has no MLP, so it is half a layer
-        layers = len(hidden) * (E + adapter) + depth_of(late.model)  # without adapter γ E + L
+        layers = (1 + len(guesses)) * (E + adapter) + depth_of(late.model)  # else γ E + L
         log_round(log, guessed=len(guesses), accepted=accepted, layers=layers)
         yield guesses[:accepted] + [root]
 
@@ -200,8 +191,7 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
     L = depth_of(model)
     head = model.get_output_embeddings()
     last_norm = decoder._modules[name_norm(decoder)]
-    ids, learns = pad_pairs(pairs)  # [B, T], [B, T - 1]
-    ids, learns = ids.to(model.device), learns.to(model.device)
+    ids, learns = (x.to(model.device) for x in pad_pairs(pairs))  # [B, T], [B, T - 1]
     labels = ids[:, 1:][learns]  # [tokens of answers]
     handed_on = run_with_dropout(model, ids[:, :-1], rng)
     first = rng.randrange(R)  # the paper goes through these numbers in turn
@@ -258,7 +248,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     split_layers(EngineLM(model), E)  # refuses an E or a model that does not fit
     lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     to_logits = logits_of(model)
-    tuning = ExitTuning(model, E, rank, seed)
+    tuning = Tuned(TITLE, model, rank, seed, E=E)
     tuned = tuning.model
 
     def loss_of(rng: random.Random) -> torch.Tensor:
@@ -275,23 +265,6 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
 # ------------------------------------------------------------------------------------- its file
 
-class ExitTuning(Tuned):
-    """Be a model that is tuned for early exits.
-
-    model       the model that is tuned
-    E           how many of its layers draft
-    rank, seed  as `Tuned` has them
-    """
-    title = "a LayerSkip tuning"
-
-    def __init__(self, model, E: int, rank: int, seed: int = 0):
-        super().__init__(model, rank, seed)
-        self.E = E
-
-    def header(self) -> dict:
-        return super().header() | {"E": self.E}
-
-
 def load_tuned(path: str | Path, model):
     """Load the changes of a tuning, and make a model that has them in its weights.
 
@@ -302,9 +275,9 @@ def load_tuned(path: str | Path, model):
     """
     if not path:
         return model, 0
-    tuning = load_trained(path, ExitTuning.title, model,
-                          lambda header: ExitTuning(model, header["E"], header["rank"]))
-    return prepare_changes(tuning.model), tuning.E
+    tuning = load_trained(path, TITLE, model,
+                          lambda header: Tuned(TITLE, model, header["rank"], E=header["E"]))
+    return prepare_changes(tuning.model), tuning.facts["E"]
 
 
 def export(model, tokenizer, *, tuning: Path, out: Path) -> None:

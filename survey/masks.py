@@ -89,6 +89,7 @@ import torch
 
 TOKENS = f"{MODELS}/pass.safetensors"
 TUNED = f"{MODELS}/space.safetensors"
+TITLE = "a SPACE tuning"  # in its file, and in error messages
 MOST = 4  # the most guesses of SPACE's calls, unless --k asks for more: `tune`'s default
 PRIOR = 0.7  # for `Acceptance`. The embedded model's mask guesses 0.72 of the held-out tokens
 
@@ -266,14 +267,15 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     # One pass has many masks after the text, and a mask is only an embedding.
     CachedLM(model).forward(model.get_input_embeddings().weight[:1])
     lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
-    tuning = SpaceTuning(model, rank, seed)
+    tuning = make_tuning(model, rank, seed)
     tuned = tuning.model
+    masks = tuning.changes["mask"].expand(k, -1)
     score, V = score_with(model), len(model.get_output_embeddings().weight)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(lessons.data, batch, rng, count_tokens)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
-        masked = mask_logits(tuned, tuning.mask.expand(k, -1), [], ids, at)
+        masked = mask_logits(tuned, masks, [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
             teacher, _ = read_answers(model, pairs)
@@ -283,7 +285,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        right = accuracy(tuned, tuning.mask.expand(k, -1), lessons.held_out)
+        right = accuracy(tuned, masks, lessons.held_out)
         guesses, labels = guess_answers(tuned, lessons.held_out)
         kept = (guesses == labels).float().mean().item()
         shares = " ".join(f"{x:.3f}" for x in right)
@@ -293,19 +295,16 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
              steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out, models=(tuned,))
 
 
-class SpaceTuning(Tuned):
-    """Be a model that is tuned for SPACE, with the embedding [1, d] of its mask token.
+def make_tuning(model, rank: int, seed: int = 0) -> Tuned:
+    """Make a model that is tuned for SPACE. Its changes have the embedding "mask" [1, d], too.
 
     The arguments are those of `Tuned`.
     """
-    title = "a SPACE tuning"
-
-    def __init__(self, model, rank: int, seed: int = 0):
-        super().__init__(model, rank, seed)
-        table = model.get_input_embeddings().weight
-        # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
-        self.mask = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
-        self.changes["mask"] = self.mask
+    tuning = Tuned(TITLE, model, rank, seed)
+    # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
+    mask = model.get_input_embeddings().weight.mean(0, keepdim=True, dtype=torch.float32)
+    tuning.changes["mask"] = torch.nn.Parameter(mask)
+    return tuning
 
 
 def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tensor]:
@@ -316,10 +315,10 @@ def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tens
     returns  the tuned model, and the embedding [1, d] of the mask token. InputError if the file is
              damaged, or for another model
     """
-    tuning = load_trained(path, SpaceTuning.title, target.model,
-                          lambda header: SpaceTuning(target.model, header["rank"]))
+    tuning = load_trained(path, TITLE, target.model,
+                          lambda header: make_tuning(target.model, header["rank"]))
     lm = type(target)(prepare_changes(tuning.model), target.vocab)
-    return lm, tuning.mask.detach()
+    return lm, tuning.changes["mask"].detach()
 
 
 COMMAND_LINE = dict(

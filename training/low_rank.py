@@ -76,17 +76,21 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
 class Tuned:
     """This is a model with changes of low rank, as a part that `save_trained` takes.
 
+    title     what the tuning is, in words that an error message can use
     original  the model that is tuned. It stays as it is, and shares its weights
     rank      the rank of each change
     seed      the seed of the changes
+    facts     what else the file says of the tuning
 
     model     the tuned model
     changes   all that is trained, by name
     """
     vocab = None
 
-    def __init__(self, original, rank: int, seed: int = 0):
-        self.model, self.rank = share_weights(original), rank
+    def __init__(self, title: str, original, rank: int, seed: int = 0, **facts):
+        self.title = title
+        self.facts = {"rank": rank} | facts
+        self.model = share_weights(original)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.changes = add_low_rank(self.model.requires_grad_(False), rank)
@@ -98,7 +102,7 @@ class Tuned:
         return self.changes.values()
 
     def header(self) -> dict:
-        return {"rank": self.rank}
+        return self.facts
 
 
 def list_changed(model) -> list[torch.nn.Linear]:
