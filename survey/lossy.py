@@ -140,9 +140,8 @@ def specdec(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     return decode_by_test(passes, target, draft, prompt, gamma, 0.0, sample, log)
 
 
-COMMAND_LINE = dict(
-    methods=[bild, specdec], lossy=[bild, specdec],
-    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)})
+COMMAND_LINE = dict(methods=[bild, specdec], lossy=[bild, specdec],
+                    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

@@ -321,9 +321,8 @@ def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tens
     return lm, tuning.changes["mask"].detach()
 
 
-COMMAND_LINE = dict(
-    methods=[pass_sampling, space], commands=[train, tune],
-    ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)})
+COMMAND_LINE = dict(methods=[pass_sampling, space], commands=[train, tune],
+                    ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

@@ -122,9 +122,8 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         yield chunk
 
 
-COMMAND_LINE = dict(
-    methods=[recycling], shared={"successors": Successors},
-    ranges={"nodes": (2, 4, 8, 16, 32, 64)})
+COMMAND_LINE = dict(methods=[recycling], shared={"successors": Successors},
+                    ranges={"nodes": (2, 4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

@@ -304,9 +304,8 @@ def spectr(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
     return decode_by_rule(k_seq, target, [draft], prompt, gamma, K, sample, log)
 
 
-COMMAND_LINE = dict(
-    methods=[specinfer, spectr],
-    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)})
+COMMAND_LINE = dict(methods=[specinfer, spectr],
+                    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
