@@ -179,8 +179,7 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
     layers_of_target = depth_of(target.model)
     layers_of_draft = layers_of_target - sum(map(len, skipped.values())) / 2
     draft.cache = target.cache  # so that the draft sees the whole model's rows of final tokens
-    prompt = begin(prompt, target)
-    root = prompt[-1]
+    root = begin(prompt, target)[-1]
     share = 0.9  # the paper's AR: which share of the guesses was accepted recently
     while True:
         # Draft, one token a call. The draft begins after the rows that the target has committed.

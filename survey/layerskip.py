@@ -101,9 +101,10 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
     yields     chunks of 1 to gamma + 1 tokens
     """
     E = depth_of(target.model) - depth_of(late.model)
-    prompt = begin(prompt, early, taps=[E])  # so its features are the hidden states after layer E
-    late.start(early.features)  # the late layers cache the context from its hidden states
-    root = prompt[-1]
+    # The features of the early layers are then the hidden states after layer E, from which the late
+    # layers cache the context.
+    root = begin(prompt, early, taps=[E])[-1]
+    late.start(early.features)
     while True:
         # Self-drafting (4.3.1): the early layers run once a token, and their exit guesses the next.
         # The hidden states [γ, d] of its rows are the paper's exit query cache.

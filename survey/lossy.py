@@ -61,8 +61,7 @@ def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: 
     log        a list that gets {"guessed", "accepted"} a round, or None
     Yields chunks of 1 to gamma + 1 tokens.
     """
-    prompt = begin(prompt, target, draft)
-    root = prompt[-1]
+    root = begin(prompt, target, draft)[-1]
     unseen = [root]  # final tokens that the draft has not been fed, the root last
     while True:
         guesses = []

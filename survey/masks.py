@@ -96,6 +96,13 @@ PRIOR = 0.7  # for `Acceptance`. The embedded model's mask guesses 0.72 of the h
 
 # ---------------------------------------------------------------------------------- decoding
 
+@torch.inference_mode()
+def embed(lm: CachedLM, ids: list[int], masks: torch.Tensor) -> torch.Tensor:
+    """Return the input embeddings [n + m, d] of n tokens and, after them, of masks [m, d]."""
+    tokens = lm.model.get_input_embeddings()(torch.tensor(ids, device=masks.device))
+    return torch.cat([tokens, masks])
+
+
 def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
                   trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
                   log: list | None = None) -> Iterator[list[int]]:
@@ -113,16 +120,12 @@ def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: st
     require(trained.prompts.numel() == 0, "tokens", "a file without prompt tokens", repr(tokens))
     require(L <= len(lookahead), "L", f"at most {len(lookahead)}", L)
     lookahead = lookahead[:L or None]  # 0: all of them
-    embed = target.model.get_input_embeddings()
-    prompt = begin(prompt, target)
-    root = prompt[-1]
+    root = begin(prompt, target)[-1]
     while True:
         # Draft. The first token is sampled from the model's own row of the root, so it is final.
         # The others are guesses, each sampled from the row of a look-ahead token.
-        with torch.inference_mode():
-            token = embed(torch.tensor([root], device=lookahead.device))
-            inputs = torch.cat([token, lookahead])  # [1+L, d]
-        probs = sample.probs(target.forward(inputs), target.places)  # [1+L, V]
+        logits = target.forward(embed(target, [root], lookahead))
+        probs = sample.probs(logits, target.places)  # [1+L, V]
         first, *guesses = sample.draw(probs).tolist()
         target.commit([0])  # the rows of look-ahead tokens are no text, so they are dropped
         # Verify. `probs[1:]` are the distributions that the guesses were drawn from. One token more
@@ -149,13 +152,11 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     """
     lm, mask = target.once(load_space, tuning, target)
     target.memo["writer"] = lm.model
-    embed = lm.model.get_input_embeddings()
-    prompt = begin(prompt, lm)
+    root = begin(prompt, lm)[-1]
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
     learnt = target.once(Acceptance, PRIOR, key=(lm,))
     clock = target.once(Clock, target, key=(lm,))
     own = k  # the option; 0 lets the clock choose
-    root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
         k = own or clock.choose(lambda: plan_space(learnt.rates()[0]))
@@ -165,10 +166,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         n = len(ids)
         chain = range(-1, n - 1)  # the parents of root and candidates
         parents = attach_masks(chain, range(n), k)
-        with torch.inference_mode():
-            real = embed(torch.tensor(ids, device=mask.device))
-            inputs = torch.cat([real, mask.expand(n * k, -1)])  # [n + n k, d]
-        logits = lm.forward(inputs, parents)
+        logits = lm.forward(embed(lm, ids, mask.expand(n * k, -1)), parents)  # [n + n k, V]
         move_counts(lm, target)
         # Verify. The masks' rows have no part in it.
         path, chunk = walk(ids, chain, sample(logits[:n], lm.places[:n]))

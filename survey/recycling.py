@@ -96,8 +96,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     """
     successors = successors or Successors()
     successors.read(prompt)
-    prompt = begin(prompt, target)
-    root = prompt[-1]
+    root = begin(prompt, target)[-1]
     learnt = successors.learnt
     clock = target.once(Clock, target, key=(recycling,))
     while True:

@@ -307,12 +307,11 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
     clock chooses anew in each run.
     """
     require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
-    prompt = begin(prompt, target, draft)
+    unseen = begin(prompt, target, draft)[-1:]  # final tokens that the draft has not been fed
     sizes = (nodes,) if nodes else RANGES["nodes"]
     depths = (depth,) if depth else RANGES["depth"]
     clock = target.once(Clock, target, draft, key=(sizes, depths))
     learnt = target.once(Acceptance, PRIOR, key=(draft,))
-    unseen = [prompt[-1]]  # final tokens that the draft has not been fed
     while True:
         # The shape is fixed by earlier rounds, before anything of this round is drawn.
         shape = clock.choose(lambda: plan_sequoia(learnt.rates(), sizes, depths))

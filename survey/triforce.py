@@ -67,8 +67,7 @@ from survey.cascade import Level, review
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 
 # ------------------------------------------------------------------------- a part of a cache
@@ -181,13 +180,11 @@ def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
     def record(module, query, key, value, attention_mask, **options):
         queries[module.layer_idx] = query[0, :, -1]
         return grouped_attention(module, query, key, value, attention_mask, **options)
-    AttentionInterface.register("recording", record)
-    AttentionMaskInterface.register("recording", sdpa_mask)
-    model.set_attn_implementation("recording")
+    AttentionInterface.register("grouped", record)
     try:
         yield queries
     finally:
-        model.set_attn_implementation("grouped")
+        AttentionInterface.register("grouped", grouped_attention)
 
 
 @torch.inference_mode()
