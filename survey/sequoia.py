@@ -307,7 +307,7 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
     clock chooses anew in each run.
     """
     require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
-    unseen = begin(prompt, target, draft)[-1:]  # final tokens that the draft has not been fed
+    text = begin(prompt, target, draft)
     sizes = (nodes,) if nodes else RANGES["nodes"]
     depths = (depth,) if depth else RANGES["depth"]
     clock = target.once(Clock, target, draft, key=(sizes, depths))
@@ -315,7 +315,7 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
     while True:
         # The shape is fixed by earlier rounds, before anything of this round is drawn.
         shape = clock.choose(lambda: plan_sequoia(learnt.rates(), sizes, depths))
-        ids, q_logits_of = draw_tree(draft, unseen, shape, sample)
+        ids, q_logits_of = draw_tree(draft, text[draft.length:], shape, sample)
         logits = target.forward(ids, shape.parents)  # [n, V]
         if sample.sure:
             path, chunk = walk(ids, shape.parents, sample(logits, target.places))
@@ -326,9 +326,8 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
         # The draft keeps its rows of the path. The root's row is in the context already. The draft
         # was fed no leaf. So a leaf at the end of the path is unseen, and the last token of the
         # chunk always is.
-        fed = [node for node in path if node in shape.row]  # all of the path but a leaf
-        draft.commit([shape.row[node] for node in fed[1:]])
-        unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
+        draft.commit([shape.row[node] for node in path[1:] if node in shape.row])
+        text += chunk
         clock.note(len(shape.levels), sum(map(len, shape.levels)))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk

@@ -233,34 +233,31 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
     require(K >= n, "K", f"{n} or more with {n} drafts", K)
     most = n * target.vocab  # as many different tokens can all models begin with
     require(rule or K <= most, "K", f"at most {most} at temperature 0", K)
-    root = begin(prompt, target, *models)[-1]
+    text = begin(prompt, target, *models)
     turns = [i % n for i in range(K)]  # draft i is drawn by model number turns[i]
-    unseen = [[root]] * n  # for each model the final tokens that it has not been fed
     while True:
-        drawn = [draw_drafts(lm, unseen[m], gamma, turns.count(m), sample, rule is None)
+        drawn = [draw_drafts(lm, text[lm.length:], gamma, turns.count(m), sample, rule is None)
                  for m, lm in enumerate(models)]
         texts_of, probs_of, nodes_of = zip(*drawn)  # for each model
         texts = [texts_of[m][i // n] for i, m in enumerate(turns)]
-        ids, parents, paths = trie(root, texts)
+        ids, parents, paths = trie(text[-1], texts)
         logits = target.forward(ids, parents)  # [nodes, V]
         if rule is None:
-            path, [*guesses, root] = walk(ids, parents, sample(logits, target.places))
-            guesses = tuple(guesses)
+            path, chunk = walk(ids, parents, sample(logits, target.places))
         else:
             drafts = [*map(DrawnDraft, texts, (probs_of[m] for m in turns), paths)]
             target_probs = sample.probs(logits, target.places)
-            guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
-            root = sample.draw(rest[None]).item()
+            accepted, path, rest = verify_tree(rule, target_probs, drafts, sample)
+            chunk = [*accepted, *sample.draw(rest[None]).tolist()]
         target.commit(path)
         # A model keeps the rows of those accepted guesses that it was fed. It was fed a prefix of
         # the accepted guesses if one of its own drafts begins with this prefix and is longer.
-        prefixes = [guesses[:length] for length in range(1, len(guesses) + 1)]
-        for m, lm in enumerate(models):
-            kept = [nodes_of[m][prefix] for prefix in prefixes if prefix in nodes_of[m]]
-            lm.commit(kept)
-            unseen[m] = [*guesses[len(kept):], root]
-        log_round(log, guessed=len(ids) - 1, accepted=len(guesses))
-        yield [*guesses, root]
+        prefixes = [tuple(chunk[:length]) for length in range(1, len(chunk))]
+        for lm, nodes in zip(models, nodes_of):
+            lm.commit([nodes[prefix] for prefix in prefixes if prefix in nodes])
+        text += chunk
+        log_round(log, guessed=len(ids) - 1, accepted=len(chunk) - 1)
+        yield chunk
 
 
 # ---------------------------------------------------------------------------------- the methods
