@@ -70,11 +70,10 @@ from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, logits_of
 from survey.draft_verify import draft_chain
 from training.loop import compute_in_parts, fit_part, warm_linear
-from training.texts import count_tokens, pad_pairs, prepare_training, read_texts, sample_alike
+from training.texts import count_tokens, measure_right, pad_pairs, prepare_training, sample_alike
 from training.low_rank import Tuned, merge_changes, prepare_changes
 
 import torch
-import torch.nn.functional as F
 
 TUNED = f"{MODELS}/layerskip.safetensors"
 TITLE = "a LayerSkip tuning"  # in its file, and in error messages
@@ -201,7 +200,7 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
 
     def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of an LM head that reads x [n, d], with labels y [n]."""
-        return F.cross_entropy(to_logits(head(x).float()), y, reduction="none")
+        return torch.nn.functional.cross_entropy(to_logits(head(x).float()), y, reduction="none")
     loss = 0.0
     for l, weight in zip(exits, weights):
         x = handed_on[l - 1][learns]
@@ -223,12 +222,7 @@ def measure_exit(model, data: list, layers: int) -> float:
              the last norm
     returns  for which share of the tokens of answers the likeliest one is right
     """
-    early = view(model, 0, layers)
-    head, right = early.get_output_embeddings(), []
-    for (prompt, answer), x in zip(data, read_texts(early, [p + a[:-1] for p, a in data])):
-        best = head(x[len(prompt) - 1:].to(model.dtype)).argmax(-1)
-        right.append(best.cpu() == torch.tensor(answer))
-    return torch.cat(right).float().mean().item()
+    return measure_right(view(model, 0, layers), data)
 
 
 # ------------------------------------------------------------------------------------ training

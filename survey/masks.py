@@ -81,7 +81,8 @@ from support.layers import move_counts
 from support.parts import load_trained, score_with
 from support.trees import Acceptance
 from training.loop import divergence_in_parts, fit_part, warm_linear
-from training.texts import count_tokens, prepare_training, read_answers, sample_alike
+from training.texts import (count_tokens, measure_right, prepare_training, read_answers,
+                            sample_alike)
 from training.low_rank import Tuned, prepare_changes
 from training.settings import Pair
 
@@ -234,22 +235,6 @@ def accuracy(model, masks: torch.Tensor, data: list[Pair], anchors: int = 64) ->
     return (hits / total.clamp(min=1)).tolist()
 
 
-def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the model guess each token of answers from the true tokens before it.
-
-    Eight pairs are read at once, since the logits of a hundred may not fit in memory.
-
-    returns  the model's likeliest tokens [N], and the N tokens of all answers
-    """
-    guesses, labels = [], []
-    for i in range(0, len(pairs), 8):
-        hidden, tokens = read_answers(model, pairs[i:i + 8])
-        # Scaling and capping of logits leave the likeliest token as it is.
-        guesses.append(model.get_output_embeddings()(hidden).argmax(-1))
-        labels.append(tokens)
-    return torch.cat(guesses), torch.cat(labels)
-
-
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,
          rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 8,
          anchors: int = 32, lr: float = 1e-3, seed: int = 0) -> None:
@@ -284,8 +269,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
         right = accuracy(tuned, masks, lessons.held_out)
-        guesses, labels = guess_answers(tuned, lessons.held_out)
-        kept = (guesses == labels).float().mean().item()
+        kept = measure_right(tuned, lessons.held_out)
         shares = " ".join(f"{x:.3f}" for x in right)
         line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"
         return {"right": right, "kept": kept}, line

@@ -106,15 +106,6 @@ def answer_all(model, eos: set[int], prompts: list[list[int]], limit: int,
     return [answer_of[number] for number in range(len(prompts))]
 
 
-def read_answer(model, row: dict) -> tuple[tuple[int, ...], list[int]]:
-    """Return the prompt and the answer of a kept line; ValueError for what are no tokens."""
-    ids = row["prompt"] + row["answer"]
-    rows = len(model.get_input_embeddings().weight)
-    if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= rows:
-        raise ValueError(f"it has others than tokens from 0 to {rows - 1}")
-    return tuple(row["prompt"]), row["answer"]
-
-
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
                     work: Path) -> list[list[int]]:
     """Collect the model's own greedy answer to each prompt; a file in `work` keeps all answers.
@@ -128,7 +119,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
     with open(path, "a+b") as file:
-        answer_of = dict(read_kept(file, functools.partial(read_answer, model)))
+        answer_of = dict(read_kept(file, lambda row: (tuple(row["prompt"]), row["answer"])))
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
         answers = generate_answers(model, eos, todo, limit)
         for number, answer in tqdm(answers, "answers", len(todo)):
@@ -299,6 +290,19 @@ def read_texts(model, texts: list[list[int]], taps: list[int] | None = None) -> 
             # A copy, since a part of a tensor keeps all of it in memory.
             states[number] = x[:len(row)].to(torch.bfloat16, copy=True)
     return [states[number] for number in range(len(texts))]
+
+
+def measure_right(model, data: list[Pair]) -> float:
+    """Measure how often a model's likeliest token is the next one of an answer.
+
+    returns  for which share of the tokens of all answers it is right
+    """
+    head, right = model.get_output_embeddings(), []
+    for (prompt, answer), x in zip(data, read_texts(model, [p + a[:-1] for p, a in data])):
+        # Scaling and capping of logits would leave the likeliest token as it is.
+        best = head(x[len(prompt) - 1:].to(model.dtype)).argmax(-1)
+        right.append(best.cpu() == torch.tensor(answer))
+    return torch.cat(right).float().mean().item()
 
 
 def compute_frozen(compute: Callable, data: list[Pair], width: int) -> tuple[Callable, float]:
