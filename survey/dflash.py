@@ -171,8 +171,7 @@ class BlockDraft(Part):
         rows, kinds = self.form.rows, self.form.layers.layer_types
         ids = F.pad(tokens[..., None], (0, rows - 1), value=self.form.mask).flatten(1)
         # Raw rows, as in the released code. Gemma's own module would scale them.
-        x = F.embedding(ids, self.embed.weight).to(self.fc.weight.dtype)
-        x = x * self.form.scale
+        x = self.form.scale * F.embedding(ids, self.embed.weight).to(self.fc.weight.dtype)
         at = (places[..., None] + torch.arange(rows, device=x.device)).flatten(1)  # [N, n]
         context = torch.arange(cache.start, device=x.device).expand(len(at), 1, -1)
         block = torch.arange(at.shape[1], device=x.device) // rows
@@ -270,7 +269,8 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     """
     draft = trained or target.once(load_draft, adapter, target.model)
     prompt = begin(prompt, target, taps=draft.taps)
-    root, cache = prompt[-1], KVCache()
+    chunk = prompt[-1:]  # the last token of a chunk is the root of the next round
+    cache = KVCache()
     # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
     # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
@@ -278,14 +278,13 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     clock = target.once(Clock, target, key=(draft,))
     while True:
         n = nodes or clock.choose(lambda: plan_block(learnt.rates(), draft.B - 1))
-        ids, parents = [root], [-1]
+        ids, parents = chunk[-1:], [-1]
         if n > 1 and unread:
-            z = run_block(draft, cache, torch.cat(unread), root)[:, :target.vocab]
-            ids, parents = grow_block(draft, z, root, n)
+            z = run_block(draft, cache, torch.cat(unread), chunk[-1])[:, :target.vocab]
+            ids, parents = grow_block(draft, z, chunk[-1], n)
             unread = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         unread.append(target.features[path])
-        root = chunk[-1]
         target.commit(path)
         learnt.learn(parents, path, pruned=True)
         if nodes == 0 and n > 1:
@@ -312,12 +311,11 @@ def guess_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]])
     """
     width = draft.fc.in_features
     ids, features, _ = pad_texts(texts)
-    device = ids.device
-    roots, cache = torch.tensor(anchors, device=device), KVCache()
+    roots, cache = torch.tensor(anchors, device=ids.device), KVCache()
     draft.read(features[..., :width], cache)
     hidden = draft(ids.gather(1, roots), roots, cache)
-    before = roots[..., None] + torch.arange(draft.B - 1, device=device)  # [N, G, B - 1]
-    lengths = torch.tensor([len(text.ids) for text in texts], device=device)
+    before = roots[..., None] + torch.arange(draft.B - 1, device=ids.device)  # [N, G, B - 1]
+    lengths = torch.tensor([len(text.ids) for text in texts], device=ids.device)
     text, block, k = (before + 1 < lengths[:, None, None]).nonzero(as_tuple=True)
     before = before[text, block, k]  # for each guess the place of the token before it
     logits = draft.add_markov(draft.score(hidden[text, block, k]), ids[text, before])

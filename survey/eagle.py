@@ -83,10 +83,6 @@ class Pairs(NamedTuple):
     features: torch.Tensor  # f_i, [n, f]
     tokens: list[int]  # t_{i+1}
 
-    def part(self, span: slice) -> "Pairs":
-        """Return the pairs of a slice."""
-        return Pairs(self.features[span], self.tokens[span])
-
 
 class EagleLayer(Part):
     """Guess the feature after a token and a feature. Making a draft freezes the target.
@@ -199,9 +195,10 @@ def feed(draft: EagleLayer, lm: EngineLM, chunks: list[Pairs]) -> torch.Tensor |
     returns  the logits [1, V'] after the last pair. None: there is no pair
     """
     logits = None
-    for pairs in chunks:
-        for i in range(0, len(pairs.tokens), lm.PART):
-            logits = lm.forward(draft.join(*pairs.part(slice(i, i + lm.PART))), keep=1)
+    for features, tokens in chunks:
+        for i in range(0, len(tokens), lm.PART):
+            inputs = draft.join(features[i:i + lm.PART], tokens[i:i + lm.PART])
+            logits = lm.forward(inputs, keep=1)
             lm.commit(range(len(lm.parents)))
     return logits
 
@@ -279,12 +276,11 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
     lm = target.once(type(target), draft.lm, target.vocab)
     prompt = begin(prompt, target, taps=draft.taps)
     lm.start([])
-    root = prompt[-1]
+    chunk = prompt[-1:]  # the last token of a chunk is the root of the next round
     # Each token of the prompt but the root has a feature, and a token after it. The pair with the
     # root waits for the first tree, since its pass also guesses the root's children.
-    pairs = Pairs(target.features, prompt[1:])
-    feed(draft, lm, [pairs.part(slice(0, -1))])
-    unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
+    feed(draft, lm, [Pairs(target.features[:-1], prompt[1:-1])])
+    unfed = [Pairs(target.features[-1:], chunk)] if len(prompt) > 1 else []
     n, levels = nodes, scale_levels(nodes, min(LEVELS, nodes - 1))
     clock = target.once(Clock, target, lm, key=(draft,))
     learnt = target.once(Acceptance, draft.prior, key=(draft,))
@@ -293,15 +289,14 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
             n, levels = clock.choose(lambda: plan_eagle(learnt.rates()))
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has only the root, and new pairs wait until a tree is grown.
-        ids, parents = [root], [-1]
+        ids, parents = chunk[-1:], [-1]
         if levels and unfed:
-            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels)
+            ids, parents = grow_eagle(draft, lm, unfed, chunk[-1], n, levels)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
         # the token chosen after it. These replace the features that the draft guessed.
         unfed.append(Pairs(target.features[path], chunk))
-        root = chunk[-1]
         target.commit(path)
         learnt.learn(parents, path, pruned=True)
         if nodes == 0:

@@ -153,7 +153,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     """
     lm, mask = target.once(load_space, tuning, target)
     target.memo["writer"] = lm.model
-    root = begin(prompt, lm)[-1]
+    chunk = begin(prompt, lm)[-1:]  # the last token of a chunk is the root of the next call
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
     learnt = target.once(Acceptance, PRIOR, key=(lm,))
     clock = target.once(Clock, target, key=(lm,))
@@ -163,7 +163,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         k = own or clock.choose(lambda: plan_space(learnt.rates()[0]))
         candidates = candidates[:k]
         # Lay out a chain of root and guesses, then a group of k masks after each of these n.
-        ids = [root, *candidates]
+        ids = [chunk[-1], *candidates]
         n = len(ids)
         chain = range(-1, n - 1)  # the parents of root and candidates
         parents = attach_masks(chain, range(n), k)
@@ -173,7 +173,6 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
         path, chunk = walk(ids, chain, sample(logits[:n], lm.places[:n]))
         lm.commit(path)
         learnt.learn(chain, path)
-        root = chunk[-1]
         # The group after the last accepted node has the next guesses.
         groups = logits[n:].view(n, k, logits.shape[1])
         candidates = greedy(groups[path[-1]])

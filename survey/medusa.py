@@ -271,7 +271,7 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
     file = adapter or f"{MODELS}/{heads}.safetensors"
     trained = trained or target.once(load_heads, file, heads, target.model)
     prompt = begin(prompt, target)
-    root = prompt[-1]
+    chunk = prompt[-1:]  # the last token of a chunk is the root of the next round
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
@@ -283,7 +283,7 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
         tree = clock.choose(lambda: list_sizes(ranks, trained.K, nodes))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
-        ids = fill_tree(trained, target, f, root, tree)
+        ids = fill_tree(trained, target, f, chunk[-1], tree)
         logits = target.forward(ids, parents)  # [nodes, V]
         if typical:
             path, chunk = typical_path(ids, parents, logits, sample, epsilon, delta)
@@ -292,7 +292,6 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
         target.commit(path)
         learnt.learn(parents, path)
         # The next root follows the last accepted node, so heads read that node's feature.
-        root = chunk[-1]
         f = target.features[path[-1:]]  # [1, d]
         clock.note(1, len(tree))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
@@ -371,10 +370,9 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
                             lambda header: Heads(model, kind, header["K"]))
     require(kind == "medusa", "heads", "medusa for released heads", kind)
     _, found = read_head(str(path), "Medusa heads")
-    tensors = {name.removeprefix("medusa_head."): x for name, x in found.items()}
-    if any(name.startswith("medusa_head.") for name in found):  # Medusa-2 has its target beside
-        known = {name.removeprefix("model.") for name in model.state_dict()}
-        tensors = {name: x for name, x in tensors.items() if name not in known}
+    known = {name.removeprefix("model.") for name in model.state_dict()}  # Medusa-2 has its target
+    tensors = {name.removeprefix("medusa_head."): x
+               for name, x in found.items() if name not in known}
     K = sum(name.endswith(".linear.weight") for name in tensors)
     trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
     fill(trained.trainable(), tensors, path)

@@ -205,14 +205,14 @@ def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_block(path: str, model) -> MTPBlock | None:
-    """Load the block of a checkpoint. None: it has none. InputError if it does not fit the model.
+def load_block(path: str, tensors: dict[str, torch.Tensor], model) -> MTPBlock:
+    """Make the block of a checkpoint. InputError if it does not fit the model.
 
     A block may bring embeddings and an LM head. They are used if they differ from the target's.
+
+    path      the checkpoint's directory or hub id, for messages
+    tensors   what `read_block` read there
     """
-    tensors = read_block(path, depth_of(model))
-    if not tensors:
-        return None
     text = model.config.get_text_config()
     kinds, family = getattr(text, "mtp_layer_types", None), text.model_type.removesuffix("_text")
     full = {*kinds} == {"full_attention"} if kinds else family in FAMILIES
@@ -231,9 +231,9 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
     """
     path = str(adapter or model.name_or_path)
     if not adapter or is_released(path):
-        draft = load_block(path, model)
-        if draft is not None:
-            return draft
+        tensors = read_block(path, depth_of(model))
+        if tensors:
+            return load_block(path, tensors, model)
         embedded = Path(path).resolve() == (MODELS / "target").resolve()
         require(embedded, "adapter" if adapter else "target", "a checkpoint with an MTP block (for "
                 "another one, `python -m survey.mtp train` makes a block)", repr(path))

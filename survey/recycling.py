@@ -96,7 +96,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     """
     successors = successors or Successors()
     successors.read(prompt)
-    root = begin(prompt, target)[-1]
+    chunk = begin(prompt, target)[-1:]  # the last token of a chunk is the root of the next round
     learnt = successors.learnt
     clock = target.once(Clock, target, key=(recycling,))
     while True:
@@ -106,7 +106,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         else:
             planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH))
         # Guess: fill the tree from M.
-        ids, parents = successors.fill(root, planned)
+        ids, parents = successors.fill(chunk[-1], planned)
         # Verify.
         logits = target.forward(ids, parents)
         path, chunk = walk(ids, parents, sample(logits, target.places))
@@ -114,7 +114,6 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         learnt.learn(parents, path)
         # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits)
-        root = chunk[-1]
         if not nodes:
             clock.note(1, len(planned))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)

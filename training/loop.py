@@ -45,7 +45,7 @@ from support.engine import EngineLM
 from support.files import explain_errors, write_whole
 from support.layers import tap_widths
 from support.parts import save_trained
-from training.settings import SETTINGS, Pair
+from training.settings import SETTINGS
 from training.texts import (Lessons, Text, compute_features, compute_frozen, count_tokens, digest,
                             sample_alike)
 
@@ -341,8 +341,7 @@ def fit_on_texts(part, model, taps: list[int], form: tuple, lessons: Lessons, lo
 
     The other arguments are those of `fit_part`.
     """
-    def compute(pairs: list[Pair]) -> list[Text]:
-        return compute_features(model, pairs, taps)
+    compute = functools.partial(compute_features, model, taps=taps)
     data = lessons.data
     texts_of, _ = compute_frozen(compute, data, sum(tap_widths(model, taps)))
     held_out = compute(lessons.held_out)
