@@ -108,14 +108,12 @@ class Translation:
 
     def __init__(self, target: EngineLM, draft: EngineLM, tokenizers: tuple):
         self.tokenizers = tokenizers
-        size = target.vocab
-        of_target = read_bytes(tokenizers[0], size, "--target")
+        of_target = read_bytes(tokenizers[0], target.vocab, "--target")
         of_draft = read_bytes(tokenizers[1], draft.vocab)
-        self.of_target = dict.fromkeys(range(size), b"") | of_target
+        self.of_target = dict.fromkeys(range(target.vocab), b"") | of_target
         # Of two tokens with the same bytes the later id counts, in both vocabularies. In Llama 2
         # the earlier one is the byte's own, which is kept for texts that no other token can write.
         self.number_of = {text: number for number, text in sorted(of_draft.items())}
-        self.longest = max(len(text) for text in self.number_of)
         ends = [tokenizer.eos_token_id for tokenizer in tokenizers]
         in_target = {text: number for number, text in sorted(of_target.items())}
         shared = {number: self.number_of[text] for text, number in in_target.items()
@@ -129,9 +127,8 @@ class Translation:
                              f"{len(shared)}")
         self.pieces = {number: [shared[number]] if number in shared else self.split(text)
                        for number, text in self.of_target.items()}
-        device = draft.weight.device
-        self.both = (torch.tensor([*shared], device=device),
-                     torch.tensor([*shared.values()], device=device))
+        self.both = [torch.tensor([*x], device=draft.weight.device)
+                     for x in (shared, shared.values())]
 
     def split(self, text: bytes | str) -> list[int]:
         """Write a text in the draft's tokens, the longest possible one first.
@@ -144,7 +141,7 @@ class Translation:
         text = text.encode() if isinstance(text, str) else text
         ids = []
         while text:
-            sizes = range(min(self.longest, len(text)), 0, -1)
+            sizes = range(len(text), 0, -1)
             size = next((n for n in sizes if text[:n] in self.number_of), 1)
             if text[:size] in self.number_of:
                 ids.append(self.number_of[text[:size]])

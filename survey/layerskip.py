@@ -67,9 +67,9 @@ from speculative import verify_block as verify
 from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, require, tap_layers
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
-from support.parts import load_trained, logits_of
+from support.parts import load_trained, score_with
 from survey.draft_verify import draft_chain
-from training.loop import compute_in_parts, fit_part, warm_linear
+from training.loop import cross_entropy_in_parts, fit_part, warm_linear
 from training.texts import count_tokens, measure_right, pad_pairs, prepare_training, sample_alike
 from training.low_rank import Tuned, merge_changes, prepare_changes
 
@@ -175,21 +175,21 @@ def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> list[torch
     return handed_on
 
 
-def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[int]]],
+def tuning_loss(model, score: Callable, pairs: list[tuple[list[int], list[int]]],
                 rng: random.Random) -> torch.Tensor:
     """Compute LayerSkip's loss of pairs, on the tokens of the answers (early exit loss, 4.1.2).
 
     The loss is a weighted mean of the cross-entropy at several exits: after every R-th layer, and
     after the last one.
 
-    to_logits  turns the LM head's output into logits (parts.logits_of)
-    pairs      each a prompt and its answer
-    rng        draws the layers that are left out and the exits
-    returns    the loss, in nats
+    score    turns what the LM head reads into logits (parts.score_with)
+    pairs    each a prompt and its answer
+    rng      draws the layers that are left out and the exits
+    returns  the loss, in nats
     """
     decoder = model.get_decoder()
     L = depth_of(model)
-    head = model.get_output_embeddings()
+    V = len(model.get_output_embeddings().weight)
     last_norm = decoder._modules[name_norm(decoder)]
     ids, learns = (x.to(model.device) for x in pad_pairs(pairs))  # [B, T], [B, T - 1]
     labels = ids[:, 1:][learns]  # [tokens of answers]
@@ -197,17 +197,12 @@ def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[in
     first = rng.randrange(R)  # the paper goes through these numbers in turn
     exits = [l for l in range(1, L) if l % R == first] + [L]
     weights = [l * (l - 1) / 2 for l in exits]  # 1 + … + (l - 1): the paper's e(l - 1), scale 1
-
-    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of an LM head that reads x [n, d], with labels y [n]."""
-        return torch.nn.functional.cross_entropy(to_logits(head(x).float()), y, reduction="none")
     loss = 0.0
     for l, weight in zip(exits, weights):
         x = handed_on[l - 1][learns]
         if l < L:
             x = last_norm(x)
-        each = compute_in_parts(losses_of, len(head.weight), x, labels)
-        loss = loss + weight * each.mean()
+        loss = loss + weight * cross_entropy_in_parts(score, V, x, labels).mean()
     return loss / sum(weights)
 
 
@@ -242,13 +237,13 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     """
     split_layers(EngineLM(model), E)  # refuses an E or a model that does not fit
     lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
-    to_logits = logits_of(model)
+    score = score_with(model)
     tuning = Tuned(TITLE, model, rank, seed, E=E)
     tuned = tuning.model
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(lessons.data, batch, rng, count_tokens)
-        return tuning_loss(tuned, to_logits, pairs, rng)
+        return tuning_loss(tuned, score, pairs, rng)
 
     def evaluate() -> tuple[dict, str]:
         right = [measure_exit(tuned, lessons.held_out, n) for n in (E, depth_of(model))]

@@ -52,10 +52,10 @@ from typing import Callable, Iterator
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
 from support.engine import MODELS, EngineLM, log_round, require
-from support.parts import Part, fill, head_for, load_trained, logits_of, match_type
+from support.parts import Part, fill, head_for, load_trained, match_type, score_with
 from support.released import is_released, read_head
 from support.trees import Acceptance, Node, rank_tokens
-from training.loop import compute_in_parts, fit_part, warm_cosine
+from training.loop import cross_entropy_in_parts, fit_part, warm_cosine
 from training.texts import compute_frozen, find_frequent, prepare_training, read_texts, sample_rows
 
 import torch
@@ -155,20 +155,17 @@ def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
 
-def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
+def heads_loss(trained: Heads, model, score: Callable, f: torch.Tensor,
                tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
     A mean is over positions with a label. The other arguments are those of `head_states`.
 
-    to_logits   scales or caps the LM head's output as the model does (parts.logits_of)
+    score   turns what the LM head reads into logits (parts.score_with)
     """
-    def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = to_logits(trained.lm_head(x).float())
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
     for k, x, labels in head_states(trained, model, f, tokens):
-        each = compute_in_parts(losses_of, len(trained.vocab), x, labels)
+        each = cross_entropy_in_parts(score, len(trained.vocab), x, labels)
         mean = each.sum() / (labels >= 0).sum().clamp(min=1)
         loss = loss + DECAY[trained.kind] ** k * mean
     return loss
@@ -344,7 +341,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     if vocab:
         trained.keep(find_frequent(lessons.data, vocab))
-    to_logits = logits_of(model)
+    score = score_with(model, trained.lm_head)
     states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, K),
                                       lessons.data, trained.lm_head.weight.shape[1])
     lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in lessons.data]  # in rows
@@ -352,7 +349,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
-        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
+        return heads_loss(trained, model, score, f.to(trained.W[0].weight), tokens)
 
     def evaluate() -> tuple[dict, str]:
         right = [round(x, 3) for x in accuracy(trained, model, *measured)]

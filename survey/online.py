@@ -116,10 +116,10 @@ class Learner:
             ids = torch.tensor([text[:max(failed) + 1]], device=device)
             states = self.lm.model.get_decoder()(input_ids=ids, use_cache=False)[0][0]
             student.append(states[[*failed]])  # rows of failures, in the order of the features
-        V = len(self.lm.model.get_output_embeddings().weight)
         return divergence_in_parts(
             self.kind, lambda x: self.score_target(x).to(device)[:, vocab],
-            lambda x: self.score_draft(x)[:, vocab], V, features, torch.cat(student)).mean()
+            lambda x: self.score_draft(x)[:, vocab], len(self.lm.weight), features,
+            torch.cat(student)).mean()
 
 
 def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 6, every: int = 2,
@@ -140,8 +140,7 @@ def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
     # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken.
     if len(learner.kept) >= every:
         learner.learn()
-    if log is None:
-        log = []  # the learner reads what it logs
+    log = [] if log is None else log  # the learner reads what it logs
     for chunk in learner.serve(prompt, gamma, sample, log):
         move_counts(learner.lm, draft)  # the copy's calls are reported as the draft's
         yield chunk

@@ -89,6 +89,21 @@ def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torc
     return torch.cat([again(compute, *part) for part in zip(*(x.split(size) for x in rows))])
 
 
+def cross_entropy_in_parts(score: Callable, vocab: int, read: torch.Tensor,
+                           labels: torch.Tensor) -> torch.Tensor:
+    """Compute the cross-entropy of N rows with labels, each from what its LM head reads.
+
+    score    turns what the LM head reads into logits
+    vocab    the number of logits of a row
+    read     [N, d], what the LM head reads
+    labels   [N]. A row with -100 has a loss of 0
+    returns  [N], in nats
+    """
+    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(score(x), y, ignore_index=-100, reduction="none")
+    return compute_in_parts(losses_of, vocab, read, labels)
+
+
 def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable, vocab: int,
                         target_read: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """Compute the `divergence` D(target, draft) of N rows, each from what its LM head reads.

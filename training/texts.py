@@ -260,8 +260,7 @@ def pad_texts(texts: list[Text]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return ids.to(features.device), features, learns.to(features.device)
 
 
-def compute_features(model, data: list[tuple[list[int], list[int]]],
-                     taps: list[int] | None) -> list[Text]:
+def compute_features(model, data: list[Pair], taps: list[int] | None) -> list[Text]:
     """Run the target over pairs of a prompt and its answer.
 
     taps   the layers whose inputs are the features. None: the features are what the LM head reads
