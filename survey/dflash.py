@@ -204,8 +204,7 @@ class BlockDraft(Part):
 # ---------------------------------------------------------------------------------- decoding
 
 @torch.inference_mode()
-def run_block(draft: BlockDraft, cache: KVCache, features: torch.Tensor,
-              root: int) -> torch.Tensor:
+def run_block(draft: BlockDraft, cache: KVCache, features: torch.Tensor, root: int) -> torch.Tensor:
     """Add new features to the draft's context, and run a block after it.
 
     cache     the keys and values of the draft's context

@@ -67,7 +67,7 @@ from training.texts import Text, compute_features, find_frequent, pad_texts, pre
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
 # Training adds noise to features, uniform in ± NOISE. The released code scales it by 512 / T.
@@ -99,8 +99,7 @@ class EagleLayer(Part):
     title = "an EAGLE layer"
     prior = 0.85  # for `Acceptance`. The embedded layer guesses 0.87 of held-out tokens
 
-    def __init__(self, model, config: PreTrainedConfig | None = None, bias: bool = False,
-                 seed: int = 0):
+    def __init__(self, model, config: LlamaConfig | None = None, bias: bool = False, seed: int = 0):
         super().__init__()
         self.config = config or make_config(model)
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -113,7 +112,7 @@ class EagleLayer(Part):
             torch.manual_seed(seed)
             # A model of 8 tokens, in whose place come the target's embeddings and LM head.
             small = self.config.to_dict() | dict(vocab_size=8, pad_token_id=None)
-            lm = AutoModelForCausalLM.from_config(type(self.config)(**small), dtype=torch.float32)
+            lm = LlamaForCausalLM(LlamaConfig(**small))
             self.fc = torch.nn.Linear(2 * h, h, bias)
         lm.model.layers[0].input_layernorm = torch.nn.Identity()
         lm.model.norm = torch.nn.Identity()  # a feature comes after the final norm

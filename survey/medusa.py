@@ -368,8 +368,7 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
     require(kind == "medusa", "heads", "medusa for released heads", kind)
     _, found = read_head(str(path), "Medusa heads")
     known = {name.removeprefix("model.") for name in model.state_dict()}  # Medusa-2 has its target
-    tensors = {name.removeprefix("medusa_head."): x
-               for name, x in found.items() if name not in known}
+    tensors = {key.removeprefix("medusa_head."): x for key, x in found.items() if key not in known}
     K = sum(name.endswith(".linear.weight") for name in tensors)
     trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
     fill(trained.trainable(), tensors, path)

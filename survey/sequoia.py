@@ -161,8 +161,7 @@ def shape_of(parents: list[int]) -> Shape:
     return Shape(parents, children, levels, row)
 
 
-def plan_sequoia(P: Sequence[float], sizes: tuple[int, ...],
-                 depths: tuple[int, ...]) -> list[Choice]:
+def plan_sequoia(P: Sequence[float], sizes: Sequence[int], depths: Sequence[int]) -> list[Choice]:
     """List what the clock chooses from (Section 4.1): plans that are shapes of the best trees.
 
     P        the rates, as for `tabulate`
@@ -209,16 +208,14 @@ def draw_tree(draft: EngineLM, unseen: list[int], shape: Shape,
     returns  ids, the token of each node, and q_logits_of. The latter has for each node with
              children the logits [V] of the q that they were drawn from.
     """
-    root = unseen[-1]
-    ids = [root] + [0] * (len(shape.parents) - 1)
+    ids = unseen[-1:] + [0] * (len(shape.parents) - 1)
     q_logits_of = {}
-    # At temperature 0 only the order of the logits matters, and any divisor but 0 keeps it.
-    temperature = 1.0 if sample.temperature == 0 else sample.temperature
 
     def draw(level: list[int], logits: torch.Tensor) -> None:
         if sample.sure:  # the winner of the draft's race is first, and then the next ones
             logits = sample.race(logits, draft.places[-len(level):])
-        logits = logits.double() / temperature
+        # At temperature 0 only the order of the logits matters, and any divisor but 0 keeps it.
+        logits = logits.double() / (sample.temperature or 1.0)
         # When all tokens with a chance have been drawn, the next children are drawn evenly from the
         # others (Alg. 2, line 14). If the logits of these were -inf, their q would be 0 / 0.
         logits = logits.clamp(min=-1e9)
