@@ -49,7 +49,6 @@ Departures:
 """
 import math
 import random
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -328,9 +327,9 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
         return eagle_loss(draft, score, texts, noise)
     # Each value of a gradient is cut to ± 0.5, as in the released code.
-    fit_on_texts(draft, model, [depth_of(model)], (), lessons, loss_of, partial(evaluate, draft),
-                 batch=batch, out=out, steps=steps, lr=lr, seed=seed, name="eagle",
-                 rate=warm_cosine, max_norm=math.inf, max_value=0.5, models=(draft.lm,))
+    fit_on_texts(draft, model, [depth_of(model)], (), lessons, loss_of,
+                 lambda texts: evaluate(draft, texts), batch=batch, out=out, steps=steps, lr=lr,
+                 seed=seed, name="eagle", rate=warm_cosine, max_norm=math.inf, max_value=0.5)
 
 
 # ------------------------------------------------------------------------------------ the file

@@ -70,7 +70,7 @@ from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, score_with
 from survey.draft_verify import draft_chain
 from training.loop import cross_entropy_in_parts, fit_part, warm_linear
-from training.texts import count_tokens, measure_right, pad_pairs, prepare_training, sample_alike
+from training.texts import measure_right, pad_pairs, prepare_training, sample_alike
 from training.low_rank import Tuned, merge_changes, prepare_changes
 
 import torch
@@ -242,15 +242,14 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     tuned = tuning.model
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(lessons.data, batch, rng, count_tokens)
-        return tuning_loss(tuned, score, pairs, rng)
+        return tuning_loss(tuned, score, sample_alike(lessons.data, batch, rng), rng)
 
     def evaluate() -> tuple[dict, str]:
         right = [measure_exit(tuned, lessons.held_out, n) for n in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
     fit_part(tuning, model, (batch,), lessons, loss_of, evaluate, name="layerskip", out=out,
-             steps=steps, lr=lr, rate=warm_linear, seed=seed, models=(tuned,))
+             steps=steps, lr=lr, rate=warm_linear, seed=seed)
 
 
 # ------------------------------------------------------------------------------------- its file

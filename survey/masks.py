@@ -81,10 +81,8 @@ from support.layers import move_counts
 from support.parts import load_trained, score_with
 from support.trees import Acceptance
 from training.loop import divergence_in_parts, fit_part, warm_linear
-from training.texts import (count_tokens, measure_right, prepare_training, read_answers,
-                            sample_alike)
+from training.texts import measure_right, prepare_training, read_answers, sample_alike
 from training.low_rank import Tuned, prepare_changes
-from training.settings import Pair
 
 import torch
 
@@ -216,7 +214,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
 
 
 @torch.inference_mode()
-def accuracy(model, masks: torch.Tensor, data: list[Pair], anchors: int = 64) -> list[float]:
+def accuracy(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
     """Measure how often the likeliest guess of each mask is right.
 
     model    the model that sees the masks, for SPACE the tuned one
@@ -255,7 +253,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     score, V = score_with(model), len(model.get_output_embeddings().weight)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(lessons.data, batch, rng, count_tokens)
+        pairs = sample_alike(lessons.data, batch, rng)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
         masked = mask_logits(tuned, masks, [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
@@ -273,7 +271,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"
         return {"right": right, "kept": kept}, line
     fit_part(tuning, model, (k, batch, anchors), lessons, loss_of, evaluate, name="space",
-             steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out, models=(tuned,))
+             steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out)
 
 
 def make_tuning(model, rank: int, seed: int = 0) -> Tuned:

@@ -323,7 +323,7 @@ class Training:
 
 
 def fit_part(part, model, form: tuple, lessons: Lessons, loss_of: Callable, evaluate: Callable, *,
-             out: Path, models: tuple = (), **how) -> None:
+             out: Path, **how) -> None:
     """Train a part beside a frozen model, and write its file.
 
     part      the part, which is one of parts.py
@@ -333,13 +333,12 @@ def fit_part(part, model, form: tuple, lessons: Lessons, loss_of: Callable, eval
     loss_of   as for `Training.train`
     evaluate  as for `Training.train`
     out       the file, which `load_trained` of parts.py reads
-    models    other models that run
     how       other arguments of `Training`
     """
     vocab = None if part.vocab is None else part.vocab.tolist()
     work, *pairs = lessons
     fingerprint = digest(model.state_dict()), part.header(), vocab, form, *pairs
-    training = Training(part.trainable(), fingerprint, folder=work, models=(model, *models), **how)
+    training = Training(part.trainable(), fingerprint, folder=work, models=(model,), **how)
     training.train(loss_of, evaluate)
     save_trained(out, part, model)
 

@@ -186,22 +186,22 @@ def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work
     return Lessons(work, data[few:], data[:few])
 
 
-def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
+def count_tokens(pair: Pair) -> int:
+    """Count the tokens of a prompt and its answer."""
+    return len(pair[0]) + len(pair[1])
+
+
+def sample_alike(data: list, batch: int, rng: random.Random, size: Callable = count_tokens) -> list:
     """Sample `batch` items at random but alike in length, so that little is padding.
 
     data    all items
     batch   how many are sampled, or all where there are fewer
     rng     the generator
-    length  a function that gives an item's length
+    size    a function that gives an item's length. By default an item is a pair
     """
-    pool = sorted(rng.sample(data, min(4 * batch, len(data))), key=length)
+    pool = sorted(rng.sample(data, min(4 * batch, len(data))), key=size)
     first = min(rng.randrange(0, len(pool), batch), max(0, len(pool) - batch))
     return pool[first:first + batch]
-
-
-def count_tokens(pair: Pair) -> int:
-    """Count the tokens of a prompt and its answer."""
-    return len(pair[0]) + len(pair[1])
 
 
 def mark_answers(spans: list[tuple[int, int]]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import Callable
 from support.engine import tap_layers
 from support.parts import Part
 from training.loop import evaluate, fit_part, warm_linear
-from training.texts import Lessons, compute_features, count_tokens, pad_pairs, sample_alike
+from training.texts import Lessons, compute_features, pad_pairs, sample_alike
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +117,7 @@ def fit_unrolled(draft: Part, model, lessons: Lessons, score_target: Callable, s
     texts = compute_features(model, lessons.held_out, draft.taps)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(lessons.data, batch, rng, count_tokens)
+        pairs = sample_alike(lessons.data, batch, rng)
         ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
         features, hidden = read_target(model, draft.taps, ids)
         learns, probs = choose_lessons(draft, ids, answers, hidden, score_target)
