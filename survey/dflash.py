@@ -74,7 +74,6 @@ DSpark's drafts, and some others that released.py lists, have a guess g_1 of the
 So a block has as many guesses as rows. They are read, and not trained here. transformers 5.23 runs
 drafts of one class (`speculation_type="dflash"`).
 """
-import heapq
 import random
 from pathlib import Path
 from typing import Callable, Iterator
@@ -85,7 +84,7 @@ from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import read_taps
 from support.parts import Part, score_with
 from support.released import describe_dflash, load_dflash, read_dflash
-from support.trees import Acceptance, keep_nodes, rank_tokens
+from support.trees import Acceptance, Growth
 from training.loop import fit_on_texts, low_precision, report_right, warm_cosine
 from training.texts import Text, compute_features, pad_texts, prepare_training
 
@@ -223,22 +222,14 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     z        [B - 1, V'], the logits of a block, without the Markov head
     returns  ids and parents of the nodes, the likeliest first. So the first m are the tree of m
     """
-    ids, parents, chances = [root], [-1], [1.0]
-    leaves = [0]
+    tree = Growth(root, n)
     for z_k in z:
         # The nodes of a level share z_k. The Markov head adds what depends on their tokens.
-        tokens = torch.tensor([ids[x] for x in leaves], dtype=torch.long, device=z.device)
-        logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens)
-        newest = len(ids)  # the first node of the level that begins here
-        for leaf, children, factors in zip(leaves, *rank_tokens(logits, draft.vocab)):
-            ids += children
-            parents += [leaf] * len(children)
-            chances += [chances[leaf] * p for p in factors]
-        # A child is at most as likely as its parent, and comes later. So only the n likeliest nodes
-        # so far can have a child among the n likeliest of all.
-        kept = heapq.nlargest(n, range(len(ids)), key=chances.__getitem__)
-        leaves = [x for x in kept if x >= newest and chances[x] > 0]
-    return keep_nodes(ids, parents, kept)
+        tokens = [tree.ids[x] for x in tree.newest]
+        before = torch.tensor(tokens, dtype=torch.long, device=z.device)
+        logits = draft.add_markov(z_k.expand(len(tokens), -1), before)
+        tree.add_level(tree.newest, logits, draft.vocab)
+    return tree.finish()
 
 
 def plan_block(rates: list[float], depth: int) -> Iterator[Choice]:

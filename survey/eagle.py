@@ -60,7 +60,7 @@ from support.layers import make_config
 from support.loading import check
 from support.parts import Part, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
-from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
+from support.trees import RANKS, Acceptance, Growth, best_tree
 from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
 from training.texts import Text, compute_features, find_frequent, pad_texts, prepare_training
 
@@ -217,37 +217,30 @@ def grow_eagle(draft: EagleLayer, lm: EngineLM, unfed: list[Pairs], root: int, n
     levels    for each level how many of its nodes get children, the likeliest ones
     returns   ids and parents of the nodes
     """
-    ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
+    tree = Growth(root, n)
     # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
     # feature and guesses the root's children.
     logits = feed(draft, lm, unfed)
-    newest = 0  # the first node of the newest level
     row_of = {0: -1}  # the row of a node in the draft's pending tree. -1: the end of the context
     feature_of = {0: lm.features[-1]}  # the feature that the row of a node made
-    kept = [0]  # the n likeliest nodes. A parent is at least as likely as its children, and earlier
     for depth, most in enumerate(levels):
-        # The likeliest nodes of the newest level get children. A node that is not kept now is not
-        # kept later, and neither are its children.
-        expanded = [x for x in kept if x >= newest][:most]
+        # The likeliest nodes of the newest level get children.
+        expanded = tree.newest[:most]
         if not expanded:
             break
         if depth > 0:
             # The row of a node reads its token, and what the row of its parent made. It hangs below
             # the row of the parent, so that it sees only the rows of its path.
-            above = [parents[x] for x in expanded]
-            pairs = Pairs(torch.stack([feature_of[x] for x in above]), [ids[x] for x in expanded])
+            above = [tree.parents[x] for x in expanded]
+            features = torch.stack([feature_of[x] for x in above])
             rows = len(lm.parents)  # the number that the first of the new rows gets
-            logits = lm.forward(draft.join(*pairs), [row_of[x] for x in above])
+            inputs = draft.join(features, [tree.ids[x] for x in expanded])
+            logits = lm.forward(inputs, [row_of[x] for x in above])
             row_of |= zip(expanded, range(rows, len(lm.parents)))
             feature_of |= zip(expanded, lm.features)
-        newest = len(ids)  # the first node of the level that begins here
-        for node, tokens, factors in zip(expanded, *rank_tokens(logits, draft.vocab)):
-            ids += tokens
-            parents += [node] * len(tokens)
-            chances += [chances[node] * p for p in factors]
-        kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
+        tree.add_level(expanded, logits, draft.vocab)
     lm.truncate(lm.length)  # rows that read guessed features never join the context
-    return keep_nodes(ids, parents, kept)
+    return tree.finish()
 
 
 def eagle(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
