@@ -79,12 +79,12 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
-from support.clock import Choice, Clock, list_sizes
+from support.clock import Choice, list_sizes, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import read_taps
 from support.parts import Part, score_with
 from support.released import describe_dflash, load_dflash, read_dflash
-from support.trees import Acceptance, Growth
+from support.trees import Growth
 from training.loop import fit_on_texts, low_precision, report_right, warm_cosine
 from training.texts import Text, compute_features, pad_texts, prepare_training
 
@@ -264,8 +264,7 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
     # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
-    learnt = target.once(Acceptance, draft.prior, key=(draft,))
-    clock = target.once(Clock, target, key=(draft,))
+    learnt, clock = recall(target, draft.prior, (draft,))
     while True:
         n = nodes or clock.choose(lambda: plan_block(learnt.rates(), draft.B - 1))
         ids, parents = chunk[-1:], [-1]

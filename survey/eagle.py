@@ -54,13 +54,13 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
-from support.clock import MOST, Choice, Clock
+from support.clock import MOST, Choice, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import make_config
 from support.loading import check
 from support.parts import Part, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
-from support.trees import RANKS, Acceptance, Growth, best_tree
+from support.trees import RANKS, Growth, best_tree
 from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
 from training.texts import Text, compute_features, find_frequent, pad_texts, prepare_training
 
@@ -273,8 +273,7 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
     feed(draft, lm, [Pairs(target.features[:-1], prompt[1:-1])])
     unfed = [Pairs(target.features[-1:], chunk)] if len(prompt) > 1 else []
     n, levels = nodes, scale_levels(nodes, min(LEVELS, nodes - 1))
-    clock = target.once(Clock, target, lm, key=(draft,))
-    learnt = target.once(Acceptance, draft.prior, key=(draft,))
+    learnt, clock = recall(target, draft.prior, (draft,), draft=lm)
     while True:
         if nodes == 0:
             n, levels = clock.choose(lambda: plan_eagle(learnt.rates()))

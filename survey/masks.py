@@ -75,11 +75,10 @@ import bita
 from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
 from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
-from support.clock import Choice, Clock
+from support.clock import Choice, recall
 from support.engine import MODELS, EngineLM, log_round, require
 from support.layers import move_counts
 from support.parts import load_trained, score_with
-from support.trees import Acceptance
 from training.loop import divergence_in_parts, fit_part, warm_linear
 from training.texts import measure_right, prepare_training, read_answers, sample_alike
 from training.low_rank import Tuned, prepare_changes
@@ -153,8 +152,7 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     target.memo["writer"] = lm.model
     chunk = begin(prompt, lm)[-1:]  # the last token of a chunk is the root of the next call
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
-    learnt = target.once(Acceptance, PRIOR, key=(lm,))
-    clock = target.once(Clock, target, key=(lm,))
+    learnt, clock = recall(target, PRIOR, (lm,))
     own = k  # the option; 0 lets the clock choose
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:

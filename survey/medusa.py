@@ -50,11 +50,11 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy, walk
-from support.clock import Clock, list_sizes
+from support.clock import list_sizes, recall
 from support.engine import MODELS, EngineLM, log_round, require
 from support.parts import Part, fill, head_for, load_trained, match_type, score_with
 from support.released import is_released, read_head
-from support.trees import Acceptance, Node, rank_tokens
+from support.trees import Node, rank_tokens
 from training.loop import cross_entropy_in_parts, fit_part, warm_cosine
 from training.texts import compute_frozen, find_frequent, prepare_training, read_texts, sample_rows
 
@@ -272,8 +272,7 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    learnt = target.once(Acceptance, trained.prior, key=(trained,))
-    clock = target.once(Clock, target, key=(trained, nodes))
+    learnt, clock = recall(target, trained.prior, (trained,), (nodes,))
     while True:
         # A plan has no tokens, which differ in each round. The clock chooses it (Section 2.3.3).
         ranks = learnt.rates()[:len(trained.vocab)]  # all of a head that knows only a few tokens

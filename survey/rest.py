@@ -70,11 +70,10 @@ from pathlib import Path
 from typing import Iterable, Iterator
 
 from common import InputError, Sampler, begin, context_length, greedy, trie, walk
-from support.clock import Clock, list_sizes
+from support.clock import list_sizes, recall
 from support.engine import MODELS, EngineLM, log_round
 from support.files import explain_errors
 from support.parts import load_part, save_part
-from support.trees import Acceptance
 from training.texts import collect_answers
 
 import torch
@@ -253,8 +252,7 @@ def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]
-    learnt = target.once(Acceptance, PRIOR, key=(store, grow))
-    clock = target.once(Clock, target, key=(store, grow, nodes))
+    learnt, clock = recall(target, PRIOR, (store, grow), (nodes,))
     while True:
         # Look up what followed the end of the text elsewhere.
         n = len(clock.choose(lambda: list_sizes(learnt.rates(), AFTER, nodes)))

@@ -65,9 +65,8 @@ from itertools import chain, product
 from typing import Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, walk
-from support.clock import Choice, Clock
+from support.clock import Choice, recall
 from support.engine import EngineLM, log_round, require
-from support.trees import Acceptance
 
 import torch
 
@@ -307,8 +306,7 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
     text = begin(prompt, target, draft)
     sizes = (nodes,) if nodes else RANGES["nodes"]
     depths = (depth,) if depth else RANGES["depth"]
-    clock = target.once(Clock, target, draft, key=(sizes, depths))
-    learnt = target.once(Acceptance, PRIOR, key=(draft,))
+    learnt, clock = recall(target, PRIOR, (draft,), (sizes, depths), draft)
     while True:
         # The shape is fixed by earlier rounds, before anything of this round is drawn.
         shape = clock.choose(lambda: plan_sequoia(learnt.rates(), sizes, depths))

@@ -175,8 +175,8 @@ def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch
     line, chosen = METHODS[name](model), itertools.cycle(trees)
     line = line._replace(options=line.options | dict(nodes=0))
     monkeypatch.setitem(METHODS, name, lambda _: line)
-    monkeypatch.setattr(f"survey.{name}.Clock.choose", lambda *_: next(chosen))
-    monkeypatch.setattr(f"survey.{name}.Clock.note", lambda *_: None)
+    monkeypatch.setattr("support.clock.Clock.choose", lambda *_: next(chosen))
+    monkeypatch.setattr("support.clock.Clock.note", lambda *_: None)
     found = play_rounds(name, model, prompt, EngineLM)
     assert play_rounds(name, model, prompt, NaiveLM, anew=True) == found
     assert {record["accepted"] for _, _, record in found} > {0}

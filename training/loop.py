@@ -336,9 +336,9 @@ def fit_part(part, model, form: tuple, lessons: Lessons, loss_of: Callable, eval
     how       other arguments of `Training`
     """
     vocab = None if part.vocab is None else part.vocab.tolist()
-    work, *pairs = lessons
-    fingerprint = digest(model.state_dict()), part.header(), vocab, form, *pairs
-    training = Training(part.trainable(), fingerprint, folder=work, models=(model,), **how)
+    fingerprint = (digest(model.state_dict()), part.header(), vocab, form, lessons.data,
+                   lessons.held_out)
+    training = Training(part.trainable(), fingerprint, folder=lessons.work, models=(model,), **how)
     training.train(loss_of, evaluate)
     save_trained(out, part, model)
 
