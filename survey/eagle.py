@@ -58,7 +58,7 @@ from support.clock import MOST, Choice, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import make_config
 from support.loading import check
-from support.parts import Part, load_trained, score_with
+from support.parts import LayerPart, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Growth, best_tree
 from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
@@ -83,7 +83,7 @@ class Pairs(NamedTuple):
     tokens: list[int]  # t_{i+1}
 
 
-class EagleLayer(Part):
+class EagleLayer(LayerPart):
     """Guess the feature after a token and a feature. Making a draft freezes the target.
 
     `lm` is a model of one layer, with the target's embeddings and LM head. It reads what `fc` makes
@@ -101,12 +101,12 @@ class EagleLayer(Part):
     def __init__(self, model, config: LlamaConfig | None = None, bias: bool = False, seed: int = 0):
         super().__init__()
         self.config = config or make_config(model)
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        e, f, h = table.weight.shape[1], head.weight.shape[1], self.config.hidden_size
+        tables = model.get_input_embeddings(), model.get_output_embeddings()
+        e, f = (table.weight.shape[1] for table in tables)
+        h = self.config.hidden_size
         if not e == f == h:
             raise InputError(f"expected embeddings and features of {h} numbers, as the layer has, "
                              f"got {e} and {f}")
-        self.vocab = torch.arange(len(head.weight), device=head.weight.device)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             # A model of 8 tokens, in whose place come the target's embeddings and LM head.
@@ -115,11 +115,8 @@ class EagleLayer(Part):
             self.fc = torch.nn.Linear(2 * h, h, bias)
         lm.model.layers[0].input_layernorm = torch.nn.Identity()
         lm.model.norm = torch.nn.Identity()  # a feature comes after the final norm
-        model.requires_grad_(False)
         self.lm = check(lm)
-        self.to(model.device)
-        lm.set_input_embeddings(table)
-        lm.set_output_embeddings(head)
+        self.borrow(model)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return what is trained and kept in a file, by the names of released files."""
@@ -130,9 +127,8 @@ class EagleLayer(Part):
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
         """Return the layer's inputs [..., e]: `fc` of tokens [...] and features [..., f]."""
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
-        e = self.lm.get_input_embeddings()(ids)
-        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, features)], -1))
+        both = [x.to(self.fc.weight.dtype) for x in (self.embed(tokens), features)]
+        return self.fc(torch.cat(both, -1))
 
 
 def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],

@@ -42,7 +42,7 @@ from support.engine import MODELS, EngineLM
 from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.loading import check
 from support.packed import plain
-from support.parts import Part, head_for, load_trained, score_with
+from support.parts import LayerPart, head_for, load_trained, score_with
 from support.released import fill_layer, is_released, read_eagle3
 from survey.eagle import decode
 from training.texts import find_frequent, prepare_training
@@ -100,7 +100,7 @@ class NormedHead(torch.nn.Linear):
         return super().forward(self.norm(x))
 
 
-class Eagle3Layer(Part):
+class Eagle3Layer(LayerPart):
     """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
 
     model     the target, which is frozen and lends its embeddings
@@ -163,15 +163,13 @@ class Eagle3Layer(Part):
         features  [..., w]. Those of final tokens are tapped, and `fc` maps them to g. Those of
                   drafted tokens are the layer's own, h wide. So w tells which they are
         """
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
         g = features.to(self.lm.lm_head.weight.dtype)
         if g.shape[-1] != self.h:
             if self.norms:
                 each = g.split([len(norm.weight) for norm in self.norms], -1)
                 g = torch.cat([norm(x) for norm, x in zip(self.norms, each)], -1)
             g = self.fc(g)
-        e = self.lm.get_input_embeddings()(ids)
-        return torch.cat([e.to(g.dtype), g], -1)
+        return torch.cat([self.embed(tokens).to(g.dtype), g], -1)
 
 
 # ---------------------------------------------------------------------------------- decoding

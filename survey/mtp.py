@@ -62,7 +62,7 @@ from common import InputError, Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require
 from support.files import ask_hub, check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
-from support.parts import Part, load_trained, score_with
+from support.parts import LayerPart, load_trained, score_with
 from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
 from survey.eagle import decode
 from training.texts import find_frequent, prepare_training
@@ -82,7 +82,7 @@ FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "
 
 # ----------------------------------------------------------------------------------- the draft
 
-class MTPBlock(Part):
+class MTPBlock(LayerPart):
     """Guess the token after next from a feature and the next token. The target is frozen.
 
     `lm` is a model of one layer of the target's family, with the target's embeddings and LM head.
@@ -98,15 +98,14 @@ class MTPBlock(Part):
 
     def __init__(self, model, seed: int = 0, dtype: torch.dtype = torch.float32):
         super().__init__()
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        text, h = model.config.get_text_config(), table.weight.shape[1]
-        if head.weight.shape[1] != h:
-            raise InputError(f"expected features of {h} numbers, as embeddings have, got "
-                             f"{head.weight.shape[1]}")
-        kinds = getattr(text, "layer_types", None) or []
+        table = model.get_input_embeddings().weight
+        h, f = table.shape[1], model.get_output_embeddings().weight.shape[1]
+        if h != f:
+            raise InputError(f"expected features of {h} numbers, as embeddings have, got {f}")
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
         full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
         last = full[-1] if full else depth_of(model) - 1
-        EngineLM(model).forward(table.weight[:1])  # refuses layers that read more than embeddings
+        EngineLM(model).forward(table[:1])  # refuses layers that read more than embeddings
         # The model has 8 tokens, in whose place come the target's embeddings and LM head.
         self.lm = take_layers(model, [last], vocab_size=8, pad_token_id=None)
         for x in [*self.lm.parameters(), *self.lm.buffers()]:
@@ -119,11 +118,7 @@ class MTPBlock(Part):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.fc = torch.nn.Linear(2 * h, h, bias=False, dtype=dtype)
-        self.vocab = torch.arange(len(head.weight), device=head.weight.device)
-        model.requires_grad_(False)
-        self.to(model.device)
-        self.lm.set_input_embeddings(table)
-        self.lm.set_output_embeddings(head)
+        self.borrow(model)
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return all weights of the block by the names of `mtp.…`."""
@@ -138,8 +133,7 @@ class MTPBlock(Part):
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
         """Return the layer's inputs [..., h], of tokens [...] and features [..., h]."""
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
-        e, f = (x.to(self.fc.weight.dtype) for x in (self.lm.get_input_embeddings()(ids), features))
+        e, f = (x.to(self.fc.weight.dtype) for x in (self.embed(tokens), features))
         return self.fc(torch.cat([self.norm_e(e), self.norm_h(f)], -1))
 
 
