@@ -2,6 +2,7 @@
 
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
     Part, LayerPart           a module that is trained beside a frozen model, and one with a layer
+    seeded                    weights that a seed draws
     save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
     logits_of                 a function from the output of a model's LM head to its logits
@@ -13,6 +14,7 @@ A model's *fingerprint* is some of its embeddings. Every file holds the fingerpr
 that it was made for. So a file of another model is refused.
 """
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable
 
@@ -127,6 +129,14 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
                              f"others in {name}")
     for name, p in parameters.items():
         p.data.copy_(tensors[name])
+
+
+@contextmanager
+def seeded(seed: int):
+    """Draw weights by a seed inside a `with`, which leaves what is drawn later as it is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 class Part(torch.nn.Module):

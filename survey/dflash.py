@@ -82,7 +82,7 @@ from common import KVCache, Sampler, begin, greedy, walk
 from support.clock import Choice, list_sizes, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import read_taps
-from support.parts import Part, score_with
+from support.parts import Part, score_with, seeded
 from support.released import describe_dflash, load_dflash, read_dflash
 from support.trees import Growth
 from training.loop import fit_on_texts, low_precision, report_right, warm_cosine
@@ -125,8 +125,7 @@ class BlockDraft(Part):
         V = len(self.head.weight)
         self.vocab = torch.arange(config.get("draft_vocab_size") or V, device=model.device)
         model.requires_grad_(False)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.fc = torch.nn.Linear(len(self.taps) * h, h, bias=False)
             self.layers = torch.nn.ModuleList(
                 Qwen3DecoderLayer(layers, i) for i in range(layers.num_hidden_layers))

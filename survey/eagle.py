@@ -58,7 +58,7 @@ from support.clock import MOST, Choice, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import make_config
 from support.loading import check
-from support.parts import LayerPart, load_trained, score_with
+from support.parts import LayerPart, load_trained, score_with, seeded
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Growth, best_tree
 from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
@@ -107,8 +107,7 @@ class EagleLayer(LayerPart):
         if not e == f == h:
             raise InputError(f"expected embeddings and features of {h} numbers, as the layer has, "
                              f"got {e} and {f}")
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             # A model of 8 tokens, in whose place come the target's embeddings and LM head.
             small = self.config.to_dict() | dict(vocab_size=8, pad_token_id=None)
             lm = LlamaForCausalLM(LlamaConfig(**small))

@@ -42,7 +42,7 @@ from support.engine import MODELS, EngineLM
 from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.loading import check
 from support.packed import plain
-from support.parts import LayerPart, head_for, load_trained, score_with
+from support.parts import LayerPart, head_for, load_trained, score_with, seeded
 from support.released import fill_layer, is_released, read_eagle3
 from survey.eagle import decode
 from training.texts import find_frequent, prepare_training
@@ -122,8 +122,7 @@ class Eagle3Layer(LayerPart):
         self.config, self.h = config, config.hidden_size
         widths = tap_widths(model, taps)
         small = LlamaConfig(**config.to_dict() | dict(vocab_size=8, pad_token_id=None))
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             lm = LlamaForCausalLM(small)  # with 8 embeddings, which the target's replace below
             lm.model.layers[0] = Layer(lm.config, form)
             lm.lm_head = NormedHead(self.h, len(self.vocab), config.rms_norm_eps)

@@ -39,7 +39,7 @@ from typing import Callable, Iterator
 from common import Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of
 from support.layers import make_config, name_norm, split_layers
-from support.parts import Part, load_trained, match_type, score_with
+from support.parts import Part, load_trained, match_type, score_with, seeded
 from survey.layerskip import self_speculate
 from training.loop import divergence_in_parts, fit_on_texts, report_right
 from training.texts import Text, pad_texts, prepare_training
@@ -171,8 +171,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was tried on 10M
            parameters, and no other rate
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         network = Exit(model, E)
     # Refuse an E or a model that does not fit. What is trained stays float32, so a copy is checked.
     split_layers(EngineLM(model), E, match_type(copy.deepcopy(network), model))

@@ -62,7 +62,7 @@ from common import InputError, Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require
 from support.files import ask_hub, check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
-from support.parts import LayerPart, load_trained, score_with
+from support.parts import LayerPart, load_trained, score_with, seeded
 from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
 from survey.eagle import decode
 from training.texts import find_frequent, prepare_training
@@ -115,8 +115,7 @@ class MTPBlock(LayerPart):
         decoder = self.lm.get_decoder()
         self.norm = decoder._modules[name_norm(decoder)]
         self.norm_e, self.norm_h = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.fc = torch.nn.Linear(2 * h, h, bias=False, dtype=dtype)
         self.borrow(model)
 

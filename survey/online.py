@@ -68,8 +68,7 @@ class Learner:
         self.lm = EngineLM(model, draft.vocab)
         self.kept = []
 
-    def serve(self, prompt: list[int], gamma: int, sample: Sampler,
-              log: list) -> Iterator[list[int]]:
+    def serve(self, prompt: list[int], gamma: int, sample: Sampler, log: list) -> Iterator[list]:
         """Decode speculatively without end, and keep the failures.
 
         prompt   the tokens of the request

@@ -231,8 +231,6 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
     """
     n = len(models)
     require(K >= n, "K", f"{n} or more with {n} drafts", K)
-    most = n * target.vocab  # as many different tokens can all models begin with
-    require(rule or K <= most, "K", f"at most {most} at temperature 0", K)
     text = begin(prompt, target, *models)
     turns = [i % n for i in range(K)]  # draft i is drawn by model number turns[i]
     while True:

@@ -27,6 +27,7 @@ from common import InputError
 from support.engine import list_layers
 from support.layers import share_weights
 from support.packed import is_packed, pack, plain
+from support.parts import seeded
 
 import torch
 import torch.nn.functional as F
@@ -89,8 +90,7 @@ class Tuned:
         self.title = title
         self.facts = {"rank": rank} | facts
         self.model = share_weights(original)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.changes = add_low_rank(self.model.requires_grad_(False), rank)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:

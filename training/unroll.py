@@ -32,8 +32,7 @@ from transformers import DynamicCache
 
 
 @torch.no_grad()
-def read_target(model, taps: list[int] | None,
-                ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_target(model, taps: list | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the frozen target over texts [B, T] that were padded at their ends.
 
     returns  what is tapped [B, T, t], where t is the width of all taps, and what the target's LM
