@@ -25,7 +25,7 @@ import time
 from typing import Callable, Iterable, NamedTuple
 
 from support.engine import EngineLM
-from support.trees import best_tree
+from support.trees import Acceptance, best_tree
 
 MOST = 64  # the most nodes of a tree
 # One more row of a call takes this share of the call's fixed part, before anything is known. The
@@ -163,6 +163,20 @@ class Clock:
         seconds = max(0.0, seconds - self.read_passes())
         for _ in range(steps):
             self.steps.note(guesses / steps, seconds / steps)
+
+
+def recall(target: EngineLM, prior: float, guesser: tuple, sizes: tuple = (),
+           draft: EngineLM | None = None) -> tuple[Acceptance, Clock]:
+    """Return what a method learns while it decodes one prompt after another.
+
+    target    the model that verifies
+    prior     how often the best guess is expected to be right (trees.py)
+    guesser   what guesses. Each guesser has chances of its own
+    sizes     the options that say which trees there are. Each choice of them has its own clock
+    draft     as for `Clock`
+    """
+    learnt = target.once(Acceptance, prior, key=guesser)
+    return learnt, target.once(Clock, target, draft, key=(*guesser, *sizes))
 
 
 def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:

@@ -1,7 +1,8 @@
 """This file keeps what was trained or measured for a model, and has helpers of trained parts.
 
     save_part, load_part      a safetensors file of trained tensors, with a header of other facts
-    Part                      a module that is trained beside a frozen model
+    Part, LayerPart           a module that is trained beside a frozen model, and one with a layer
+    seeded                    weights that a seed draws
     save_trained, load_trained    a file of a Part, which is one of `save_part`
     save_facts, load_facts    a JSON file of what was measured
     logits_of                 a function from the output of a model's LM head to its logits
@@ -13,6 +14,7 @@ A model's *fingerprint* is some of its embeddings. Every file holds the fingerpr
 that it was made for. So a file of another model is refused.
 """
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable
 
@@ -129,6 +131,14 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
         p.data.copy_(tensors[name])
 
 
+@contextmanager
+def seeded(seed: int):
+    """Draw weights by a seed inside a `with`, which leaves what is drawn later as it is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
 class Part(torch.nn.Module):
     """This is a module that is trained beside a frozen model, such as a head.
 
@@ -146,14 +156,32 @@ class Part(torch.nn.Module):
         """Return by name the parameters that are trained, and kept in a file."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def keep(self, vocab: list[int]) -> None:
-        """Let a draft model `lm` guess only the tokens of `vocab`, and its head have them so."""
-        self.vocab = self.vocab[vocab]
-        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
-
     def header(self) -> dict:
         """Return what `make` of `load_trained` needs to make such a part, and JSON can hold."""
         return {}
+
+
+class LayerPart(Part):
+    """This is a part whose `lm` is a model of one layer, which reads tokens beside features."""
+
+    def borrow(self, model) -> None:
+        """Let `lm` use the embeddings and the LM head of a model, which is frozen."""
+        model.requires_grad_(False)
+        head = model.get_output_embeddings()
+        self.to(model.device)
+        self.lm.set_input_embeddings(model.get_input_embeddings())
+        self.lm.set_output_embeddings(head)
+        self.vocab = torch.arange(len(head.weight), device=head.weight.device)
+
+    def keep(self, vocab: list[int]) -> None:
+        """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
+        self.vocab = self.vocab[vocab]
+        self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
+
+    def embed(self, tokens) -> torch.Tensor:
+        """Return the embeddings [..., e] of tokens [...], a list or a tensor."""
+        table = self.lm.get_input_embeddings()
+        return table(torch.as_tensor(tokens, dtype=torch.long, device=table.weight.device))
 
 
 def save_trained(path: Path, part: Part, model) -> None:

@@ -4,7 +4,7 @@
     best_tree      plans the tree of the nodes that are likeliest to be accepted
     rank_tokens    gives the likeliest tokens of logits
     fill_plan      puts tokens into a planned tree
-    keep_nodes     keeps some nodes of a tree
+    Growth         grows a tree by a draft's own probabilities
 
     rank      of a node among its siblings. The likeliest guess has rank 0
     rate      how often a guess is accepted whose parent was
@@ -139,11 +139,41 @@ def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], 
     return ids, parents
 
 
-def keep_nodes(ids: list[int], parents: list[int], kept: list[int]) -> tuple[list, list]:
-    """Keep some nodes of a tree.
+class Growth:
+    """Grow a tree below a root, level by level, where the n likeliest nodes are kept.
 
-    kept      the nodes, each after its parent; the first one is the root
-    returns   their ids and parents, in this order
+    A node's chance is the product of a draft's own probabilities along its path. A node is at most
+    as likely as its parent, and comes later. So a node that is not kept now is not kept later, and
+    neither are nodes below it.
+
+    root      the token of node 0
+    n         how many nodes are kept, the root among them
+
+    kept      the nodes that are kept, the likeliest first
+    newest    those of the newest level, the likeliest first
     """
-    new_number = {old: new for new, old in enumerate(kept)}
-    return [ids[x] for x in kept], [-1, *(new_number[parents[x]] for x in kept[1:])]
+
+    def __init__(self, root: int, n: int):
+        self.ids, self.parents, self.chances = [root], [-1], [1.0]
+        self.n = n
+        self.kept = self.newest = [0]
+
+    def add_level(self, nodes: list[int], logits: torch.Tensor, vocab: torch.Tensor) -> None:
+        """Give some of the newest nodes their likeliest tokens as children.
+
+        logits   [nodes, V'], after each of these nodes
+        vocab    as for `rank_tokens`
+        """
+        first = len(self.ids)
+        for node, tokens, factors in zip(nodes, *rank_tokens(logits, vocab)):
+            self.ids += tokens
+            self.parents += [node] * len(tokens)
+            self.chances += [self.chances[node] * p for p in factors]
+        self.kept = heapq.nlargest(self.n, range(len(self.ids)), key=self.chances.__getitem__)
+        self.newest = [x for x in self.kept if x >= first and self.chances[x] > 0]
+
+    def finish(self) -> tuple[list[int], list[int]]:
+        """Return ids and parents of the nodes that are kept, the likeliest first."""
+        new_number = {old: new for new, old in enumerate(self.kept)}
+        parents = [new_number.get(self.parents[x], -1) for x in self.kept]
+        return [self.ids[x] for x in self.kept], parents

@@ -36,6 +36,7 @@ a string (SLRS).
 import codecs
 import json
 import math
+import re
 from typing import Iterator
 
 from common import InputError, Sampler, greedy
@@ -46,6 +47,7 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FEWEST = 0.1  # the share of the smaller vocabulary that both must have
+BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 # ------------------------------------------------------------------------------ two vocabularies
@@ -63,27 +65,31 @@ def read_bytes(tokenizer, size: int, option: str = "--draft") -> dict[int, bytes
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = json.loads(backend.to_str())["decoder"] if backend else None
     described = json.dumps(decoder, ensure_ascii=False)  # so that "▁" stays as it is
+    if "ByteLevel" in described:
+        read = read_letters
+    elif "ByteFallback" in described or "▁" in described:
+        read = read_piece
+    else:
+        raise InputError(f"{option} must have a tokenizer of bytes, or of text with ▁, got "
+                         f"{type(tokenizer).__name__} with decoder {described}")
     added = tokenizer.added_tokens_decoder.values()
     special = {token.content for token in added if token.special}
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    found = {}
-    for token, number in tokenizer.get_vocab().items():
-        if number >= size:
-            continue
-        if token in special:
-            found[number] = token
-        elif "ByteLevel" in described:
-            # An added token is plain text, so it may have letters that stand for no byte.
-            letters = [byte_of.get(letter) for letter in token]
-            found[number] = token.encode() if None in letters else bytes(letters)
-        elif "ByteFallback" in described or "▁" in described:
-            is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-            found[number] = (bytes([int(token[3:5], 16)]) if is_byte
-                             else token.replace("▁", " ").encode())
-        else:
-            raise InputError(f"{option} must have a tokenizer of bytes, or of text with ▁, got "
-                             f"{type(tokenizer).__name__} with decoder {described}")
-    return found
+    return {number: token if token in special else read(token)
+            for token, number in tokenizer.get_vocab().items() if number < size}
+
+
+def read_letters(token: str) -> bytes:
+    """Return the bytes of a token in GPT-2's alphabet, in which each letter is a byte."""
+    letters = [BYTE_OF.get(letter) for letter in token]
+    # An added token is plain text, so it may have letters that stand for no byte.
+    return token.encode() if None in letters else bytes(letters)
+
+
+def read_piece(token: str) -> bytes:
+    """Return the bytes of a token of SentencePiece."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes.fromhex(token[3:5])
+    return token.replace("▁", " ").encode()
 
 
 class Translation:
@@ -102,14 +108,12 @@ class Translation:
 
     def __init__(self, target: EngineLM, draft: EngineLM, tokenizers: tuple):
         self.tokenizers = tokenizers
-        size = target.vocab
-        of_target = read_bytes(tokenizers[0], size, "--target")
+        of_target = read_bytes(tokenizers[0], target.vocab, "--target")
         of_draft = read_bytes(tokenizers[1], draft.vocab)
-        self.of_target = dict.fromkeys(range(size), b"") | of_target
+        self.of_target = dict.fromkeys(range(target.vocab), b"") | of_target
         # Of two tokens with the same bytes the later id counts, in both vocabularies. In Llama 2
         # the earlier one is the byte's own, which is kept for texts that no other token can write.
         self.number_of = {text: number for number, text in sorted(of_draft.items())}
-        self.longest = max(len(text) for text in self.number_of)
         ends = [tokenizer.eos_token_id for tokenizer in tokenizers]
         in_target = {text: number for number, text in sorted(of_target.items())}
         shared = {number: self.number_of[text] for text, number in in_target.items()
@@ -123,9 +127,8 @@ class Translation:
                              f"{len(shared)}")
         self.pieces = {number: [shared[number]] if number in shared else self.split(text)
                        for number, text in self.of_target.items()}
-        device = draft.weight.device
-        self.both = (torch.tensor([*shared], device=device),
-                     torch.tensor([*shared.values()], device=device))
+        self.both = [torch.tensor([*x], device=draft.weight.device)
+                     for x in (shared, shared.values())]
 
     def split(self, text: bytes | str) -> list[int]:
         """Write a text in the draft's tokens, the longest possible one first.
@@ -138,14 +141,12 @@ class Translation:
         text = text.encode() if isinstance(text, str) else text
         ids = []
         while text:
-            fitting = [n for n in range(min(self.longest, len(text)), 0, -1)
-                       if text[:n] in self.number_of]
-            if fitting:
-                ids.append(self.number_of[text[:fitting[0]]])
-                text = text[fitting[0]:]
-            else:
-                text = text[1:]
-        return ids if ids else [0]
+            sizes = range(len(text), 0, -1)
+            size = next((n for n in sizes if text[:n] in self.number_of), 1)
+            if text[:size] in self.number_of:
+                ids.append(self.number_of[text[:size]])
+            text = text[size:]
+        return ids or [0]
 
     def encode(self, ids: list[int]) -> list[int]:
         """Encode a text of the target's tokens with the draft's tokenizer.
@@ -185,7 +186,7 @@ class TranslatedLM:
         self.cache = draft.cache
         self.translation = translation
         self.vocab = self.full_vocab = vocab
-        self.length, self.ends, self.widths, self.places = 0, [0], [], []
+        self.places = []
 
     def start(self, ids: list[int]) -> None:
         """Cache a text of the target's tokens, encoded as the draft's own tokenizer does it."""

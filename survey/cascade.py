@@ -252,12 +252,10 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     followers = target.once(count_bigrams, grams, target.model)
     lms = [target, draft, *more_drafts]
     drafts = len(lms) - 1
-    prompt = begin(prompt, *lms)
-    V = target.vocab
-    levels = [*(Level(lm, prompt[:-1]) for lm in lms), MaxGram(followers, V)]
+    text = begin(prompt, *lms)
+    levels = [*(Level(lm, text[:-1]) for lm in lms), MaxGram(followers, target.vocab)]
     # The target reviews tokens of all drafts. Each draft reviews tokens of the next cheaper one
     counts = [[gamma] + [tail] * drafts] + [[inner]] * drafts
-    text = list(prompt)
     while True:
         tokens, _ = review(levels, counts, text, sample)
         text = text + tokens

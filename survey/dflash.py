@@ -74,25 +74,22 @@ DSpark's drafts, and some others that released.py lists, have a guess g_1 of the
 So a block has as many guesses as rows. They are read, and not trained here. transformers 5.23 runs
 drafts of one class (`speculation_type="dflash"`).
 """
-import heapq
 import random
 from pathlib import Path
 from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
-from support.clock import Choice, Clock, list_sizes
+from support.clock import Choice, list_sizes, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round
-from support.layers import read_taps, tap_widths
-from support.parts import Part, score_with
+from support.layers import read_taps
+from support.parts import Part, score_with, seeded
 from support.released import describe_dflash, load_dflash, read_dflash
-from support.trees import Acceptance, keep_nodes, rank_tokens
-from training.loop import fit_part, low_precision, warm_cosine
-from training.texts import (Text, compute_features, compute_frozen, count_tokens, prepare_training,
-                            sample_alike)
+from support.trees import Growth
+from training.loop import fit_on_texts, low_precision, report_right, warm_cosine
+from training.texts import Text, compute_features, pad_texts, prepare_training
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers.models.qwen3.modeling_qwen3 import (Qwen3DecoderLayer, Qwen3RMSNorm,
                                                       Qwen3RotaryEmbedding, apply_rotary_pos_emb)
 
@@ -128,8 +125,7 @@ class BlockDraft(Part):
         V = len(self.head.weight)
         self.vocab = torch.arange(config.get("draft_vocab_size") or V, device=model.device)
         model.requires_grad_(False)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.fc = torch.nn.Linear(len(self.taps) * h, h, bias=False)
             self.layers = torch.nn.ModuleList(
                 Qwen3DecoderLayer(layers, i) for i in range(layers.num_hidden_layers))
@@ -173,8 +169,7 @@ class BlockDraft(Part):
         rows, kinds = self.form.rows, self.form.layers.layer_types
         ids = F.pad(tokens[..., None], (0, rows - 1), value=self.form.mask).flatten(1)
         # Raw rows, as in the released code. Gemma's own module would scale them.
-        x = F.embedding(ids, self.embed.weight).to(self.fc.weight.dtype)
-        x = x * self.form.scale
+        x = self.form.scale * F.embedding(ids, self.embed.weight).to(self.fc.weight.dtype)
         at = (places[..., None] + torch.arange(rows, device=x.device)).flatten(1)  # [N, n]
         context = torch.arange(cache.start, device=x.device).expand(len(at), 1, -1)
         block = torch.arange(at.shape[1], device=x.device) // rows
@@ -207,8 +202,7 @@ class BlockDraft(Part):
 # ---------------------------------------------------------------------------------- decoding
 
 @torch.inference_mode()
-def run_block(draft: BlockDraft, cache: KVCache, features: torch.Tensor,
-              root: int) -> torch.Tensor:
+def run_block(draft: BlockDraft, cache: KVCache, features: torch.Tensor, root: int) -> torch.Tensor:
     """Add new features to the draft's context, and run a block after it.
 
     cache     the keys and values of the draft's context
@@ -227,22 +221,14 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     z        [B - 1, V'], the logits of a block, without the Markov head
     returns  ids and parents of the nodes, the likeliest first. So the first m are the tree of m
     """
-    ids, parents, chances = [root], [-1], [1.0]
-    leaves = [0]
+    tree = Growth(root, n)
     for z_k in z:
         # The nodes of a level share z_k. The Markov head adds what depends on their tokens.
-        tokens = torch.tensor([ids[x] for x in leaves], dtype=torch.long, device=z.device)
-        logits = draft.add_markov(z_k.expand(len(leaves), -1), tokens)
-        newest = len(ids)  # the first node of the level that begins here
-        for leaf, children, factors in zip(leaves, *rank_tokens(logits, draft.vocab)):
-            ids += children
-            parents += [leaf] * len(children)
-            chances += [chances[leaf] * p for p in factors]
-        # A child is at most as likely as its parent, and comes later. So only the n likeliest nodes
-        # so far can have a child among the n likeliest of all.
-        kept = heapq.nlargest(n, range(len(ids)), key=chances.__getitem__)
-        leaves = [x for x in kept if x >= newest and chances[x] > 0]
-    return keep_nodes(ids, parents, kept)
+        tokens = [tree.ids[x] for x in tree.newest]
+        before = torch.tensor(tokens, dtype=torch.long, device=z.device)
+        logits = draft.add_markov(z_k.expand(len(tokens), -1), before)
+        tree.add_level(tree.newest, logits, draft.vocab)
+    return tree.finish()
 
 
 def plan_block(rates: list[float], depth: int) -> Iterator[Choice]:
@@ -272,22 +258,21 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     """
     draft = trained or target.once(load_draft, adapter, target.model)
     prompt = begin(prompt, target, taps=draft.taps)
-    root, cache = prompt[-1], KVCache()
+    chunk = prompt[-1:]  # the last token of a chunk is the root of the next round
+    cache = KVCache()
     # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
     # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
-    learnt = target.once(Acceptance, draft.prior, key=(draft,))
-    clock = target.once(Clock, target, key=(draft,))
+    learnt, clock = recall(target, draft.prior, (draft,))
     while True:
         n = nodes or clock.choose(lambda: plan_block(learnt.rates(), draft.B - 1))
-        ids, parents = [root], [-1]
+        ids, parents = chunk[-1:], [-1]
         if n > 1 and unread:
-            z = run_block(draft, cache, torch.cat(unread), root)[:, :target.vocab]
-            ids, parents = grow_block(draft, z, root, n)
+            z = run_block(draft, cache, torch.cat(unread), chunk[-1])[:, :target.vocab]
+            ids, parents = grow_block(draft, z, chunk[-1], n)
             unread = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         unread.append(target.features[path])
-        root = chunk[-1]
         target.commit(path)
         learnt.learn(parents, path, pruned=True)
         if nodes == 0 and n > 1:
@@ -312,14 +297,13 @@ def guess_blocks(draft: BlockDraft, texts: list[Text], anchors: list[list[int]])
     returns   for each guess of a token of a text the logits [guesses, V], the token [guesses], what
               the target's LM head read there [guesses, d], and how many guesses stand before it
     """
-    device, width = draft.fc.weight.device, draft.fc.in_features
-    ids, features = (pad_sequence(x, batch_first=True).to(device) for x in (
-        [text.ids for text in texts], [text.features for text in texts]))
-    roots, cache = torch.tensor(anchors, device=device), KVCache()
+    width = draft.fc.in_features
+    ids, features, _ = pad_texts(texts)
+    roots, cache = torch.tensor(anchors, device=ids.device), KVCache()
     draft.read(features[..., :width], cache)
     hidden = draft(ids.gather(1, roots), roots, cache)
-    before = roots[..., None] + torch.arange(draft.B - 1, device=device)  # [N, G, B - 1]
-    lengths = torch.tensor([len(text.ids) for text in texts], device=device)
+    before = roots[..., None] + torch.arange(draft.B - 1, device=ids.device)  # [N, G, B - 1]
+    lengths = torch.tensor([len(text.ids) for text in texts], device=ids.device)
     text, block, k = (before + 1 < lengths[:, None, None]).nonzero(as_tuple=True)
     before = before[text, block, k]  # for each guess the place of the token before it
     logits = draft.add_markov(draft.score(hidden[text, block, k]), ids[text, before])
@@ -360,34 +344,30 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     # No block begins with the EOS. So its embedding can stand for the masks.
     config = describe_dflash(model, [i - 1 for i in numbers], tokenizer.eos_token_id or 0, layers,
                              B, markov)
-    draft, tapped = BlockDraft(model, config, seed), [*numbers, L]  # the loss reads tap L, too
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    draft = BlockDraft(model, config, seed)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     score = score_with(model)
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, tapped), data,
-                                 sum(tap_widths(model, tapped)))
-    held_texts = compute_features(model, held_out, tapped)
     # At first the LM head should read numbers as large of the draft as of the target. The first
     # token of a text is left out, since its hidden state may be far larger than all others.
-    read = texts_of([0])[0].features[1:, draft.fc.in_features:].float()
-    torch.nn.init.constant_(draft.norm.weight, read.square().mean(-1).sqrt().median().item())
+    [text] = compute_features(model, lessons.data[:1], None)
+    size = text.features[1:].float().square().mean(-1).sqrt().median().item()
+    torch.nn.init.constant_(draft.norm.weight, size)
 
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        some = texts_of(sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i])))
-        return block_loss(draft, score, some, [sample_roots(text, anchors, rng) for text in some])
+    def loss_of(texts: list[Text], rng: random.Random) -> torch.Tensor:
+        roots = [sample_roots(text, anchors, rng) for text in texts]
+        return block_loss(draft, score, texts, roots)
 
     @torch.inference_mode()
-    def evaluate() -> tuple[dict, str]:
-        same = []
+    def evaluate(texts: list[Text]) -> tuple[dict, str]:
+        right = []
         with low_precision(model.device, model):
-            for text in held_texts:
+            for text in texts:
                 roots = sample_roots(text, anchors, random.Random(0))
                 logits, tokens, *_ = guess_blocks(draft, [text], [roots])
-                same.append(logits.argmax(-1) == tokens)
-        right = torch.cat(same).float().mean().item()
-        return {"right": right}, f"held-out guesses right {right:.3f}"
-    fit_part(draft, model, (batch, anchors), data, held_out, loss_of, evaluate, out=out, work=work,
-             steps=steps, lr=lr, seed=seed, name="dflash", rate=warm_cosine)
+                right.append(logits.argmax(-1) == tokens)
+        return report_right(right)
+    fit_on_texts(draft, model, [*numbers, L], (anchors,), lessons, loss_of, evaluate, batch=batch,
+                 out=out, steps=steps, lr=lr, seed=seed, name="dflash", rate=warm_cosine)
 
 
 # ------------------------------------------------------------------------------------ the file

@@ -50,7 +50,7 @@ import re
 from pathlib import Path
 from typing import Iterator
 
-from common import Sampler, attention_mask, begin, context_length, eos_ids, greedy
+from common import CachedLM, Sampler, begin, context_length, eos_ids, greedy
 from speculative import predict, verify_block as verify
 from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of, require,
                             require_keys)
@@ -70,20 +70,25 @@ MOST = 7  # the search considers drafts of 1 to 7 guesses
 class Skipped(torch.nn.Module):
     """Stand in for a block that is left out, and add nothing to the hidden states.
 
-    output   what the block gave in some pass: a tensor, or a tuple that begins with a tensor. The
-             layer unpacks what a block gives, so `forward` returns zeros in the same form
+    A block gives a tensor or a tuple that begins with a tensor, which differs by family. The layer
+    unpacks what a block gives. So the first pass runs the block, and its form is kept.
+
+    block   the block, which is forgotten after the first pass
     """
 
-    def __init__(self, output):
+    def __init__(self, block: torch.nn.Module):
         super().__init__()
-        self.is_tuple = isinstance(output, tuple)
-        self.others = len(output) - 1 if self.is_tuple else 0
+        self.block = block
 
     def forward(self, *args, **options):
         hidden = args[0] if args else options["hidden_states"]
+        if self.block is not None:
+            output = self.block(*args, **options)
+            self.size = len(output) if isinstance(output, tuple) else 0
+            self.block = None
         # The layer adds what a block gives to the block's input, and zeros change nothing.
         nothing = torch.zeros_like(hidden)
-        return (nothing, *[None] * self.others) if self.is_tuple else nothing
+        return (nothing, *[None] * (self.size - 1)) if self.size else nothing
 
 
 @torch.inference_mode()
@@ -96,20 +101,13 @@ def without(model, skipped: dict[str, list[int]] | tuple):
     raises    InputError if a layer has no module for a block, as OPT has none for its MLP
     """
     new = share_weights(model)
-    places, outputs = [], {}  # where the blocks are, and what each gives
     for kind, numbers in dict(skipped).items():
         for number in numbers:
             layer = list_layers(new)[number]
             name = name_of(layer, lambda x: re.search(BLOCKS[kind], type(x).__name__),
                            f"layers whose {kind} is a module, got {type(layer).__name__}")
-            layer._modules[name].register_forward_hook(
-                lambda block, args, output: outputs.update({block: output}))
-            places.append((layer, name))
-    # Whether a block gives a tensor or a tuple differs by family. So each block runs once, on one
-    # token, and is replaced then.
-    new(input_ids=torch.tensor([[0]], device=new.device), use_cache=False)
-    for layer, name in places:
-        layer._modules[name] = Skipped(outputs[layer._modules[name]])
+            layer._modules[name] = Skipped(layer._modules[name])
+    new(input_ids=torch.tensor([[0]], device=new.device), use_cache=False)  # the first pass
     return new
 
 
@@ -128,6 +126,32 @@ def move_threshold(threshold: float, share: float, full: bool) -> float:
         return threshold + 0.01
     # The threshold did not end a full draft, so a lower one would not make the next one longer.
     return threshold if full else threshold - 0.01
+
+
+def draft_chain(draft: EngineLM, root: int, gamma: int, threshold: float,
+                sample: Sampler) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Draft one token a call, and leave the rows of all but the last guess pending.
+
+    draft      the model that drafts
+    root       the token that is fed first
+    gamma      the most tokens that are drafted
+    threshold  a draft ends after a guess that had a smaller draft probability. 0: it has gamma
+    sample     draws the guesses
+    returns    the n guesses, the distributions [n, V] that they were drawn from, and the features
+               [n, d] of the rows before them
+    """
+    drawn, draft_probs, features = [], [], []
+    token = [root]
+    for _ in range(gamma):
+        logits = draft.forward(token)  # [1, V]
+        features.append(draft.features)
+        draft_probs.append(sample.probs(logits, draft.places))
+        token = sample.draw(draft_probs[-1])  # [1]; the CPU need not wait for it
+        drawn.append(token)
+        # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
+        if threshold and not logits.float().softmax(-1)[0, token] >= threshold:
+            break
+    return torch.cat(drawn).tolist(), torch.cat(draft_probs), torch.cat(features)
 
 
 def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, threshold: float = 0.6,
@@ -153,29 +177,18 @@ def draft_verify(target: EngineLM, prompt: list[int], *, gamma: int = 4, thresho
     pairs = tuple((kind, tuple(numbers)) for kind, numbers in skipped.items())
     draft = target.once(type(target), target.once(without, target.model, pairs), target.vocab)
     layers_of_target = depth_of(target.model)
-    blocks_skipped = sum(isinstance(part, Skipped) for part in draft.model.modules())
-    layers_of_draft = layers_of_target - blocks_skipped / 2
+    layers_of_draft = layers_of_target - sum(map(len, skipped.values())) / 2
     draft.cache = target.cache  # so that the draft sees the whole model's rows of final tokens
-    prompt = begin(prompt, target)
-    root = prompt[-1]
+    root = begin(prompt, target)[-1]
     share = 0.9  # the paper's AR: which share of the guesses was accepted recently
     while True:
         # Draft, one token a call. The draft begins after the rows that the target has committed.
         draft.length = target.length
         draft.parents = []
-        guesses, draft_probs = [], []
-        last = root
-        for _ in range(gamma):
-            logits = draft.forward([last])  # [1, V]
-            draft_probs.append(sample.probs(logits, draft.places))
-            [last] = sample.draw(draft_probs[-1]).tolist()
-            guesses.append(last)
-            # This guess is kept, but none comes after it. A broken draft's NaN ends a draft too.
-            if not logits.float().softmax(-1)[0, last] >= threshold:
-                break
+        guesses, draft_probs, _ = draft_chain(draft, root, gamma, threshold, sample)
         # Verify. The call begins at the same slot, so its rows replace those of the draft.
         target_probs = sample.probs(target.forward([root, *guesses]), target.places)
-        accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
+        accepted, root = verify(target_probs, draft_probs, guesses, sample)
         target.commit(range(1 + accepted))
         # Adapt the threshold.
         if adaptive:
@@ -202,24 +215,20 @@ def measure_agreement(model, skipped: dict[str, list[int]], data: list) -> float
     guesses of a round also see rows of the draft, which is not measured here.
     """
     correct = total = 0
-    whole = EngineLM(model)
-    draft = EngineLM(without(model, skipped))
+    whole = CachedLM(model)
+    draft = CachedLM(without(model, skipped))
     draft.cache = whole.cache
     for prompt, answer in data:
-        whole.start(prompt + answer[:-1])
-        T, n = whole.length, len(answer)
-        # The whole model has rows in slots 0 … T - 1. The draft feeds the last n tokens once more,
-        # after them and at the same positions. The row of position t sees the slots before t.
-        before = torch.ones(T, T).tril(-1)[T - n:]  # [n, T]
-        visible = torch.cat([before, torch.eye(n)], 1).bool()  # [n, T + n]
-        rows = torch.arange(T - n, T)  # positions of the draft's rows
-        slots = torch.cat([torch.arange(T), rows])  # positions of what all slots hold
-        mask = attention_mask(whole.windows, visible[None], rows[None], slots[None], whole.weight)
-        whole.cache.start = T
-        ids = torch.tensor([(prompt + answer)[T - n:T]], device=whole.weight.device)
-        logits = draft.run_model(ids, rows[None].to(ids.device), mask, ids.shape[1])
-        correct += sum(guess == token for guess, token in zip(greedy(logits[0]), answer))
-        total += n
+        # The whole model reads the root and the answer as a chain of pending nodes. Each row of the
+        # draft hangs below the node of the token before its own.
+        tokens = [prompt[-1], *answer[:-1]]
+        whole.start(prompt[:-1])
+        whole.forward(tokens, keep=0)
+        draft.length = whole.length
+        draft.parents = whole.parents
+        logits = draft.forward(tokens, whole.parents)
+        correct += sum(guess == token for guess, token in zip(greedy(logits), answer))
+        total += len(answer)
     return correct / total
 
 
@@ -261,9 +270,9 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path,
     data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
     # Step 1
-    alone = {}  # block: the agreement when only this block is left out
-    for block in tqdm(blocks, desc="blocks"):
-        alone[block] = measure_agreement(model, by_kind({block}), data)
+    # The agreement when only one block is left out
+    alone = {block: measure_agreement(model, by_kind({block}), data)
+             for block in tqdm(blocks, desc="blocks")}
     ranked = sorted(blocks, key=lambda block: -alone[block])
     # Step 2
     whole, found = time_call(model), []

@@ -54,21 +54,19 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
-from support.clock import MOST, Choice, Clock
-from support.engine import MODELS, EngineLM, log_round
+from support.clock import MOST, Choice, recall
+from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import make_config
 from support.loading import check
-from support.parts import Part, load_trained, score_with
+from support.parts import LayerPart, load_trained, score_with, seeded
 from support.released import fill_layer, is_released, read_eagle
-from support.trees import RANKS, Acceptance, best_tree, keep_nodes, rank_tokens
-from training.loop import divergence_in_parts, evaluate, fit_part, warm_cosine
-from training.texts import (Text, compute_features, compute_frozen, count_tokens, find_frequent,
-                            prepare_training, sample_alike)
+from support.trees import RANKS, Growth, best_tree
+from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
+from training.texts import Text, compute_features, find_frequent, pad_texts, prepare_training
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ADAPTER = f"{MODELS}/eagle.safetensors"
 # Training adds noise to features, uniform in ± NOISE. The released code scales it by 512 / T.
@@ -84,12 +82,8 @@ class Pairs(NamedTuple):
     features: torch.Tensor  # f_i, [n, f]
     tokens: list[int]  # t_{i+1}
 
-    def part(self, span: slice) -> "Pairs":
-        """Return the pairs of a slice."""
-        return Pairs(self.features[span], self.tokens[span])
 
-
-class EagleLayer(Part):
+class EagleLayer(LayerPart):
     """Guess the feature after a token and a feature. Making a draft freezes the target.
 
     `lm` is a model of one layer, with the target's embeddings and LM head. It reads what `fc` makes
@@ -104,29 +98,24 @@ class EagleLayer(Part):
     title = "an EAGLE layer"
     prior = 0.85  # for `Acceptance`. The embedded layer guesses 0.87 of held-out tokens
 
-    def __init__(self, model, config: PreTrainedConfig | None = None, bias: bool = False,
-                 seed: int = 0):
+    def __init__(self, model, config: LlamaConfig | None = None, bias: bool = False, seed: int = 0):
         super().__init__()
         self.config = config or make_config(model)
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        e, f, h = table.weight.shape[1], head.weight.shape[1], self.config.hidden_size
+        tables = model.get_input_embeddings(), model.get_output_embeddings()
+        e, f = (table.weight.shape[1] for table in tables)
+        h = self.config.hidden_size
         if not e == f == h:
             raise InputError(f"expected embeddings and features of {h} numbers, as the layer has, "
                              f"got {e} and {f}")
-        self.vocab = torch.arange(len(head.weight), device=head.weight.device)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             # A model of 8 tokens, in whose place come the target's embeddings and LM head.
             small = self.config.to_dict() | dict(vocab_size=8, pad_token_id=None)
-            lm = AutoModelForCausalLM.from_config(type(self.config)(**small), dtype=torch.float32)
+            lm = LlamaForCausalLM(LlamaConfig(**small))
             self.fc = torch.nn.Linear(2 * h, h, bias)
         lm.model.layers[0].input_layernorm = torch.nn.Identity()
         lm.model.norm = torch.nn.Identity()  # a feature comes after the final norm
-        model.requires_grad_(False)
         self.lm = check(lm)
-        self.to(model.device)
-        lm.set_input_embeddings(table)
-        lm.set_output_embeddings(head)
+        self.borrow(model)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return what is trained and kept in a file, by the names of released files."""
@@ -137,9 +126,8 @@ class EagleLayer(Part):
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
         """Return the layer's inputs [..., e]: `fc` of tokens [...] and features [..., f]."""
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
-        e = self.lm.get_input_embeddings()(ids)
-        return self.fc(torch.cat([x.to(self.fc.weight.dtype) for x in (e, features)], -1))
+        both = [x.to(self.fc.weight.dtype) for x in (self.embed(tokens), features)]
+        return self.fc(torch.cat(both, -1))
 
 
 def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
@@ -151,18 +139,15 @@ def eagle_loss(draft: EagleLayer, score: Callable, batch: list[Text],
     batch   texts with their features
     rng     a generator of the draft's device, of the noise and of the rows that are compared
     """
-    device = draft.fc.weight.device
-    ids = pad_sequence([x.ids for x in batch], batch_first=True).to(device)  # [B, T]
-    f = pad_sequence([x.features for x in batch], batch_first=True).to(device)  # [B, T, f]
-    place = torch.arange(2, ids.shape[1])  # of the token that row i guesses: i + 2
-    learns = torch.stack([(place >= x.length) & (place < len(x.ids)) for x in batch]).to(device)
+    ids, f, answers = pad_texts(batch)  # [B, T], [B, T, f], [B, T - 1]
+    learns = answers[:, 1:]  # row i guesses token i + 2, and not the next one
     # The layer reads noisy features, as it will have to read its own guesses, and learns true ones.
-    noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=device) - 1)
+    noise = NOISE * (2 * torch.rand(f.shape, generator=rng, device=f.device) - 1)
     inputs = draft.join((f + noise)[:, :-2], ids[:, 1:-1])  # [B, T - 2, e]
     guessed = draft.lm.get_decoder()(inputs_embeds=inputs, use_cache=False)[0]  # [B, T - 2, f]
     guessed = guessed[learns].float()  # [N, f]
     features = f[:, 1:-1][learns].float()
-    few = torch.randperm(len(features), generator=rng, device=device)[:SAMPLED]
+    few = torch.randperm(len(features), generator=rng, device=f.device)[:SAMPLED]
     each = divergence_in_parts("cross-entropy", score, score, len(draft.vocab), features[few],
                                guessed[few])
     return F.smooth_l1_loss(guessed, features) + 0.1 * each.mean()
@@ -203,9 +188,10 @@ def feed(draft: EagleLayer, lm: EngineLM, chunks: list[Pairs]) -> torch.Tensor |
     returns  the logits [1, V'] after the last pair. None: there is no pair
     """
     logits = None
-    for pairs in chunks:
-        for i in range(0, len(pairs.tokens), lm.PART):
-            logits = lm.forward(draft.join(*pairs.part(slice(i, i + lm.PART))), keep=1)
+    for features, tokens in chunks:
+        for i in range(0, len(tokens), lm.PART):
+            inputs = draft.join(features[i:i + lm.PART], tokens[i:i + lm.PART])
+            logits = lm.forward(inputs, keep=1)
             lm.commit(range(len(lm.parents)))
     return logits
 
@@ -226,37 +212,30 @@ def grow_eagle(draft: EagleLayer, lm: EngineLM, unfed: list[Pairs], root: int, n
     levels    for each level how many of its nodes get children, the likeliest ones
     returns   ids and parents of the nodes
     """
-    ids, parents, chances = [root], [-1], [1.0]  # of each node; most nodes are not kept
+    tree = Growth(root, n)
     # The last pair that is fed is the root's: its token is the root. So this pass makes the root's
     # feature and guesses the root's children.
     logits = feed(draft, lm, unfed)
-    newest = 0  # the first node of the newest level
     row_of = {0: -1}  # the row of a node in the draft's pending tree. -1: the end of the context
     feature_of = {0: lm.features[-1]}  # the feature that the row of a node made
-    kept = [0]  # the n likeliest nodes. A parent is at least as likely as its children, and earlier
     for depth, most in enumerate(levels):
-        # The likeliest nodes of the newest level get children. A node that is not kept now is not
-        # kept later, and neither are its children.
-        expanded = [x for x in kept if x >= newest][:most]
+        # The likeliest nodes of the newest level get children.
+        expanded = tree.newest[:most]
         if not expanded:
             break
         if depth > 0:
             # The row of a node reads its token, and what the row of its parent made. It hangs below
             # the row of the parent, so that it sees only the rows of its path.
-            above = [parents[x] for x in expanded]
-            pairs = Pairs(torch.stack([feature_of[x] for x in above]), [ids[x] for x in expanded])
+            above = [tree.parents[x] for x in expanded]
+            features = torch.stack([feature_of[x] for x in above])
             rows = len(lm.parents)  # the number that the first of the new rows gets
-            logits = lm.forward(draft.join(*pairs), [row_of[x] for x in above])
+            inputs = draft.join(features, [tree.ids[x] for x in expanded])
+            logits = lm.forward(inputs, [row_of[x] for x in above])
             row_of |= zip(expanded, range(rows, len(lm.parents)))
             feature_of |= zip(expanded, lm.features)
-        newest = len(ids)  # the first node of the level that begins here
-        for node, tokens, factors in zip(expanded, *rank_tokens(logits, draft.vocab)):
-            ids += tokens
-            parents += [node] * len(tokens)
-            chances += [chances[node] * p for p in factors]
-        kept = sorted(range(len(ids)), key=lambda x: -chances[x])[:n]
+        tree.add_level(expanded, logits, draft.vocab)
     lm.truncate(lm.length)  # rows that read guessed features never join the context
-    return keep_nodes(ids, parents, kept)
+    return tree.finish()
 
 
 def eagle(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
@@ -283,29 +262,26 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
     lm = target.once(type(target), draft.lm, target.vocab)
     prompt = begin(prompt, target, taps=draft.taps)
     lm.start([])
-    root = prompt[-1]
+    chunk = prompt[-1:]  # the last token of a chunk is the root of the next round
     # Each token of the prompt but the root has a feature, and a token after it. The pair with the
     # root waits for the first tree, since its pass also guesses the root's children.
-    pairs = Pairs(target.features, prompt[1:])
-    feed(draft, lm, [pairs.part(slice(0, -1))])
-    unfed = [pairs.part(slice(-1, None))] if len(prompt) > 1 else []
+    feed(draft, lm, [Pairs(target.features[:-1], prompt[1:-1])])
+    unfed = [Pairs(target.features[-1:], chunk)] if len(prompt) > 1 else []
     n, levels = nodes, scale_levels(nodes, min(LEVELS, nodes - 1))
-    clock = target.once(Clock, target, lm, key=(draft,))
-    learnt = target.once(Acceptance, draft.prior, key=(draft,))
+    learnt, clock = recall(target, draft.prior, (draft,), draft=lm)
     while True:
         if nodes == 0:
             n, levels = clock.choose(lambda: plan_eagle(learnt.rates()))
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has only the root, and new pairs wait until a tree is grown.
-        ids, parents = [root], [-1]
+        ids, parents = chunk[-1:], [-1]
         if levels and unfed:
-            ids, parents = grow_eagle(draft, lm, unfed, root, n, levels)
+            ids, parents = grow_eagle(draft, lm, unfed, chunk[-1], n, levels)
             unfed = []
         path, chunk = walk(ids, parents, sample(target.forward(ids, parents), target.places))
         # The draft learns what the target made of the accepted nodes: a true feature for each, and
         # the token chosen after it. These replace the features that the draft guessed.
         unfed.append(Pairs(target.features[path], chunk))
-        root = chunk[-1]
         target.commit(path)
         learnt.learn(parents, path, pruned=True)
         if nodes == 0:
@@ -325,28 +301,22 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:      the highest learning rate. 1e-3 suited 10M to 135M parameters, and 3e-5 is for 7B
     """
     draft = EagleLayer(model, make_config(model, mlp), seed=seed)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     if vocab:
-        draft.keep(find_frequent(data, vocab))
+        draft.keep(find_frequent(lessons.data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, None), data,
-                                 model.get_output_embeddings().weight.shape[1])
-    held_texts = compute_features(model, held_out, None)
     # Embeddings and features differ in size. They are scaled to weigh the same at first.
-    [(ids, features, _)] = texts_of([0])
+    [(ids, features, _)] = compute_features(model, lessons.data[:1], None)
     e = model.get_input_embeddings()(ids.to(model.device))  # scaled, where the model does that
     draft.fc.weight.data[:, :e.shape[1]] *= features.float().std() / e.float().std()
 
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
+    def loss_of(texts: list[Text], rng: random.Random) -> torch.Tensor:
         noise = torch.Generator(model.device).manual_seed(rng.getrandbits(60))
-        return eagle_loss(draft, score, texts_of(numbers), noise)
-
+        return eagle_loss(draft, score, texts, noise)
     # Each value of a gradient is cut to ± 0.5, as in the released code.
-    fit_part(draft, model, (batch,), data, held_out, loss_of, lambda: evaluate(draft, held_texts),
-             out=out, work=work, steps=steps, lr=lr, seed=seed, name="eagle", rate=warm_cosine,
-             max_norm=math.inf, max_value=0.5, models=(draft.lm,))
+    fit_on_texts(draft, model, [depth_of(model)], (), lessons, loss_of,
+                 lambda texts: evaluate(draft, texts), batch=batch, out=out, steps=steps, lr=lr,
+                 seed=seed, name="eagle", rate=warm_cosine, max_norm=math.inf, max_value=0.5)
 
 
 # ------------------------------------------------------------------------------------ the file

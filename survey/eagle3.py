@@ -42,7 +42,7 @@ from support.engine import MODELS, EngineLM
 from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.loading import check
 from support.packed import plain
-from support.parts import Part, head_for, load_trained, score_with
+from support.parts import LayerPart, head_for, load_trained, score_with, seeded
 from support.released import fill_layer, is_released, read_eagle3
 from survey.eagle import decode
 from training.texts import find_frequent, prepare_training
@@ -100,7 +100,7 @@ class NormedHead(torch.nn.Linear):
         return super().forward(self.norm(x))
 
 
-class Eagle3Layer(Part):
+class Eagle3Layer(LayerPart):
     """Guess tokens from tapped features; `lm` is a Llama of one layer with an LM head of its own.
 
     model     the target, which is frozen and lends its embeddings
@@ -122,8 +122,7 @@ class Eagle3Layer(Part):
         self.config, self.h = config, config.hidden_size
         widths = tap_widths(model, taps)
         small = LlamaConfig(**config.to_dict() | dict(vocab_size=8, pad_token_id=None))
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             lm = LlamaForCausalLM(small)  # with 8 embeddings, which the target's replace below
             lm.model.layers[0] = Layer(lm.config, form)
             lm.lm_head = NormedHead(self.h, len(self.vocab), config.rms_norm_eps)
@@ -163,15 +162,13 @@ class Eagle3Layer(Part):
         features  [..., w]. Those of final tokens are tapped, and `fc` maps them to g. Those of
                   drafted tokens are the layer's own, h wide. So w tells which they are
         """
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
         g = features.to(self.lm.lm_head.weight.dtype)
         if g.shape[-1] != self.h:
             if self.norms:
                 each = g.split([len(norm.weight) for norm in self.norms], -1)
                 g = torch.cat([norm(x) for norm, x in zip(self.norms, each)], -1)
             g = self.fc(g)
-        e = self.lm.get_input_embeddings()(ids)
-        return torch.cat([e.to(g.dtype), g], -1)
+        return torch.cat([self.embed(tokens).to(g.dtype), g], -1)
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -208,14 +205,13 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     mlp:     width of the layer's MLP, 0 or more. 0 stands for the target's
     """
     numbers = read_taps(taps, model) if taps else choose_taps(model)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     every = range(len(model.get_output_embeddings().weight))
-    known = sorted(find_frequent(data, vocab)) if vocab else every
+    known = sorted(find_frequent(lessons.data, vocab)) if vocab else every
     draft = Eagle3Layer(model, make_config(model, mlp), numbers, known, seed=seed)
     score = score_with(model, head_for(model.get_output_embeddings(), draft.vocab))
-    fit_unrolled(draft, model, data, held_out, score, draft.lm.lm_head, batch=batch, passes=passes,
-                 steps=steps, lr=lr, seed=seed, out=out, work=work, name="eagle3")
+    fit_unrolled(draft, model, lessons, score, draft.lm.lm_head, batch=batch, passes=passes,
+                 steps=steps, lr=lr, seed=seed, out=out, name="eagle3")
 
 
 # ------------------------------------------------------------------------------------ the file

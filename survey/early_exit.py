@@ -33,21 +33,18 @@ Departures:
   higher rate.
 """
 import copy
-import random
 from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of
 from support.layers import make_config, name_norm, split_layers
-from support.parts import Part, load_trained, match_type, score_with
+from support.parts import Part, load_trained, match_type, score_with, seeded
 from survey.layerskip import self_speculate
-from training.loop import divergence_in_parts, fit_part
-from training.texts import (Text, compute_features, compute_frozen, count_tokens, prepare_training,
-                            sample_alike)
+from training.loop import divergence_in_parts, fit_on_texts, report_right
+from training.texts import Text, pad_texts, prepare_training
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers.models.llama import modeling_llama as llama
 
 EXIT = f"{MODELS}/exit.safetensors"
@@ -106,12 +103,11 @@ def read_exit(network: Exit, batch: list[Text]) -> tuple[torch.Tensor, torch.Ten
     batch    texts, whose features are the states after layer E and those after the last norm
     returns  what the LM head reads in these rows, of the exit and of the model, [N, d] each
     """
-    # Both are [B, T, d].
-    early, last = pad_sequence([x.features for x in batch], batch_first=True).float().chunk(2, -1)
-    place = torch.arange(early.shape[1], device=early.device)
+    _, features, learns = pad_texts(batch)
+    early, last = features[:, :-1].float().chunk(2, -1)  # [B, T - 1, d] each
+    places = torch.arange(early.shape[1], device=early.device)[None]
     # Padding comes after a text, so no row of the text sees it.
-    read = network.norm(network(early, position_ids=place[None]))
-    learns = torch.stack([(place >= x.length - 1) & (place < len(x.ids) - 1) for x in batch])
+    read = network.norm(network(early, position_ids=places))
     return read[learns], last[learns]
 
 
@@ -154,33 +150,14 @@ def early_exit(target: EngineLM, prompt: list[int], *, gamma: int = 6, threshold
 
 # ------------------------------------------------------------------------------------ training
 
-def fit(model, network: Exit, data: list, held_out: list, *, batch: int, **how) -> None:
-    """Train an exit in place, while the model stays as it is.
+@torch.inference_mode()
+def evaluate(score: Callable, network: Exit, texts: list[Text]) -> tuple[dict, str]:
+    """Measure how often an exit's likeliest token is the model's, as `Training.train` asks for it.
 
-    data      pairs of a prompt and its answer, to train on
-    held_out  pairs on which the exit is only measured
-    batch     how many answers a pass learns from
-    how       other arguments of `fit_part`
+    The arguments are those of `exit_loss`.
     """
-    model.requires_grad_(False)
-    score = score_with(model)
-    V, d = model.get_output_embeddings().weight.shape
-    taps = [network.E, depth_of(model)]
-    texts_of, _ = compute_frozen(lambda pairs: compute_features(model, pairs, taps), data, 2 * d)
-    held_texts = compute_features(model, held_out, taps)
-
-    def loss_of(rng: random.Random) -> torch.Tensor:
-        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
-        return exit_loss(score, network, texts_of(numbers), V)
-
-    @torch.inference_mode()
-    def evaluate() -> tuple[dict, str]:
-        both = [read_exit(network, [text]) for text in held_texts]
-        same = [score(read).argmax(-1) == score(last).argmax(-1) for read, last in both]
-        right = torch.cat(same).float().mean().item()
-        return {"right": right}, f"held-out guesses right {right:.3f}"
-
-    fit_part(network, model, (batch,), data, held_out, loss_of, evaluate, name="exit", **how)
+    both = [read_exit(network, [text]) for text in texts]
+    return report_right([score(read).argmax(-1) == score(last).argmax(-1) for read, last in both])
 
 
 def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 2,
@@ -194,15 +171,17 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:    the learning rate at the beginning, which falls along a cosine. 2e-3 was tried on 10M
            parameters, and no other rate
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         network = Exit(model, E)
     # Refuse an E or a model that does not fit. What is trained stays float32, so a copy is checked.
     split_layers(EngineLM(model), E, match_type(copy.deepcopy(network), model))
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
-    fit(model, network, data, held_out, out=out, work=work, steps=steps, batch=batch, lr=lr,
-        seed=seed)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
+    model.requires_grad_(False)
+    score, V = score_with(model), len(model.get_output_embeddings().weight)
+    fit_on_texts(network, model, [E, depth_of(model)], (), lessons,
+                 lambda texts, _: exit_loss(score, network, texts, V),
+                 lambda texts: evaluate(score, network, texts), name="exit", batch=batch, out=out,
+                 steps=steps, lr=lr, seed=seed)
 
 
 # ------------------------------------------------------------------------------------- its file

@@ -67,15 +67,16 @@ from speculative import verify_block as verify
 from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, require, tap_layers
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
-from support.parts import load_trained, logits_of
-from training.loop import compute_in_parts, fit_part, warm_linear
-from training.texts import count_tokens, pad_pairs, prepare_training, read_texts, sample_alike
+from support.parts import load_trained, score_with
+from survey.draft_verify import draft_chain
+from training.loop import cross_entropy_in_parts, fit_part, warm_linear
+from training.texts import measure_right, pad_pairs, prepare_training, sample_alike
 from training.low_rank import Tuned, merge_changes, prepare_changes
 
 import torch
-import torch.nn.functional as F
 
 TUNED = f"{MODELS}/layerskip.safetensors"
+TITLE = "a LayerSkip tuning"  # in its file, and in error messages
 R = 3  # in a training step every R-th layer has an exit
 
 
@@ -99,36 +100,26 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
     yields     chunks of 1 to gamma + 1 tokens
     """
     E = depth_of(target.model) - depth_of(late.model)
-    prompt = begin(prompt, early, taps=[E])  # so its features are the hidden states after layer E
-    late.start(early.features)  # the late layers cache the context from its hidden states
-    root = prompt[-1]
+    # The features of the early layers are then the hidden states after layer E, from which the late
+    # layers cache the context.
+    root = begin(prompt, early, taps=[E])[-1]
+    late.start(early.features)
     while True:
         # Self-drafting (4.3.1): the early layers run once a token, and their exit guesses the next.
-        drawn, draft_probs, hidden = [], [], []
-        token = [root]
-        for _ in range(gamma):
-            logits = early.forward(token)  # [1, V]
-            hidden.append(early.features)  # [1, d], for the paper's exit query cache
-            draft_probs.append(sample.probs(logits, early.places))
-            token = sample.draw(draft_probs[-1])  # [1]; the CPU need not wait for it
-            drawn.append(token)
-            # This guess is kept, but none comes after it. A NaN ends a draft too.
-            if threshold and not logits.float().softmax(-1)[0, token] >= threshold:
-                break
+        # The hidden states [γ, d] of its rows are the paper's exit query cache.
+        guesses, draft_probs, hidden = draft_chain(early, root, gamma, threshold, sample)
         # The last guess needs a hidden state too, but the exit does not guess after it.
-        early.forward(token, keep=0)
-        hidden.append(early.features)
-        guesses = torch.cat(drawn).tolist()
+        early.forward(guesses[-1:], keep=0)
         # Self-verification (4.3.2): the late layers run once, for the root and all guesses.
-        logits = late.forward(torch.cat(hidden))  # [γ+1, V]
+        logits = late.forward(torch.cat([hidden, early.features]))  # [γ+1, V]
         target_probs = sample.probs(logits, late.places)
-        accepted, root = verify(target_probs, torch.cat(draft_probs), guesses, sample)
+        accepted, root = verify(target_probs, draft_probs, guesses, sample)
         # Reusing the cache (4.3.3): the rows of the accepted tokens stay, in all layers.
         early.commit(range(1 + accepted))
         late.commit(range(1 + accepted))
         move_counts(late, target)
         adapter = (depth_of(early.model) - E) / 2  # it has no MLP, so it is half a layer
-        layers = len(hidden) * (E + adapter) + depth_of(late.model)  # without adapter γ E + L
+        layers = (1 + len(guesses)) * (E + adapter) + depth_of(late.model)  # else γ E + L
         log_round(log, guessed=len(guesses), accepted=accepted, layers=layers)
         yield guesses[:accepted] + [root]
 
@@ -184,40 +175,34 @@ def run_with_dropout(model, ids: torch.Tensor, rng: random.Random) -> list[torch
     return handed_on
 
 
-def tuning_loss(model, to_logits: Callable, pairs: list[tuple[list[int], list[int]]],
+def tuning_loss(model, score: Callable, pairs: list[tuple[list[int], list[int]]],
                 rng: random.Random) -> torch.Tensor:
     """Compute LayerSkip's loss of pairs, on the tokens of the answers (early exit loss, 4.1.2).
 
     The loss is a weighted mean of the cross-entropy at several exits: after every R-th layer, and
     after the last one.
 
-    to_logits  turns the LM head's output into logits (parts.logits_of)
-    pairs      each a prompt and its answer
-    rng        draws the layers that are left out and the exits
-    returns    the loss, in nats
+    score    turns what the LM head reads into logits (parts.score_with)
+    pairs    each a prompt and its answer
+    rng      draws the layers that are left out and the exits
+    returns  the loss, in nats
     """
     decoder = model.get_decoder()
     L = depth_of(model)
-    head = model.get_output_embeddings()
+    V = len(model.get_output_embeddings().weight)
     last_norm = decoder._modules[name_norm(decoder)]
-    ids, learns = pad_pairs(pairs)  # [B, T], [B, T - 1]
-    ids, learns = ids.to(model.device), learns.to(model.device)
+    ids, learns = (x.to(model.device) for x in pad_pairs(pairs))  # [B, T], [B, T - 1]
     labels = ids[:, 1:][learns]  # [tokens of answers]
     handed_on = run_with_dropout(model, ids[:, :-1], rng)
     first = rng.randrange(R)  # the paper goes through these numbers in turn
     exits = [l for l in range(1, L) if l % R == first] + [L]
     weights = [l * (l - 1) / 2 for l in exits]  # 1 + … + (l - 1): the paper's e(l - 1), scale 1
-
-    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of an LM head that reads x [n, d], with labels y [n]."""
-        return F.cross_entropy(to_logits(head(x).float()), y, reduction="none")
     loss = 0.0
     for l, weight in zip(exits, weights):
         x = handed_on[l - 1][learns]
         if l < L:
             x = last_norm(x)
-        each = compute_in_parts(losses_of, len(head.weight), x, labels)
-        loss = loss + weight * each.mean()
+        loss = loss + weight * cross_entropy_in_parts(score, V, x, labels).mean()
     return loss / sum(weights)
 
 
@@ -232,12 +217,7 @@ def measure_exit(model, data: list, layers: int) -> float:
              the last norm
     returns  for which share of the tokens of answers the likeliest one is right
     """
-    early = view(model, 0, layers)
-    head, right = early.get_output_embeddings(), []
-    for (prompt, answer), x in zip(data, read_texts(early, [p + a[:-1] for p, a in data])):
-        best = head(x[len(prompt) - 1:].to(model.dtype)).argmax(-1)
-        right.append(best.cpu() == torch.tensor(answer))
-    return torch.cat(right).float().mean().item()
+    return measure_right(view(model, 0, layers), data)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -256,42 +236,23 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
            5e-4 was found for 10M parameters
     """
     split_layers(EngineLM(model), E)  # refuses an E or a model that does not fit
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
-    to_logits = logits_of(model)
-    tuning = ExitTuning(model, E, rank, seed)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
+    score = score_with(model)
+    tuning = Tuned(TITLE, model, rank, seed, E=E)
     tuned = tuning.model
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
-        return tuning_loss(tuned, to_logits, pairs, rng)
+        return tuning_loss(tuned, score, sample_alike(lessons.data, batch, rng), rng)
 
     def evaluate() -> tuple[dict, str]:
-        right = [measure_exit(tuned, held_out, layers) for layers in (E, depth_of(model))]
+        right = [measure_exit(tuned, lessons.held_out, n) for n in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
-    fit_part(tuning, model, (batch,), data, held_out, loss_of, evaluate, name="layerskip", out=out,
-             work=work, steps=steps, lr=lr, rate=warm_linear, seed=seed, models=(tuned,))
+    fit_part(tuning, model, (batch,), lessons, loss_of, evaluate, name="layerskip", out=out,
+             steps=steps, lr=lr, rate=warm_linear, seed=seed)
 
 
 # ------------------------------------------------------------------------------------- its file
-
-class ExitTuning(Tuned):
-    """Be a model that is tuned for early exits.
-
-    model       the model that is tuned
-    E           how many of its layers draft
-    rank, seed  as `Tuned` has them
-    """
-    title = "a LayerSkip tuning"
-
-    def __init__(self, model, E: int, rank: int, seed: int = 0):
-        super().__init__(model, rank, seed)
-        self.E = E
-
-    def header(self) -> dict:
-        return super().header() | {"E": self.E}
-
 
 def load_tuned(path: str | Path, model):
     """Load the changes of a tuning, and make a model that has them in its weights.
@@ -303,9 +264,9 @@ def load_tuned(path: str | Path, model):
     """
     if not path:
         return model, 0
-    tuning = load_trained(path, ExitTuning.title, model,
-                          lambda header: ExitTuning(model, header["E"], header["rank"]))
-    return prepare_changes(tuning.model), tuning.E
+    tuning = load_trained(path, TITLE, model,
+                          lambda header: Tuned(TITLE, model, header["rank"], E=header["E"]))
+    return prepare_changes(tuning.model), tuning.facts["E"]
 
 
 def export(model, tokenizer, *, tuning: Path, out: Path) -> None:

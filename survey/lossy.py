@@ -61,35 +61,30 @@ def decode_by_test(passes: Callable, target: EngineLM, draft: EngineLM, prompt: 
     log        a list that gets {"guessed", "accepted"} a round, or None
     Yields chunks of 1 to gamma + 1 tokens.
     """
-    prompt = begin(prompt, target, draft)
-    root = prompt[-1]
-    unseen = [root]  # final tokens that the draft has not been fed, the root last
+    text = begin(prompt, target, draft)
     while True:
         guesses = []
-        feed = unseen
         while len(guesses) < gamma:
-            logits = draft.forward(feed)[-1:]  # [1, V]
+            unseen = (text + guesses)[draft.length:]  # what the draft has not been fed
+            logits = draft.forward(unseen)[-1:]  # [1, V]
+            draft.commit(range(len(unseen)))
             # With a fallback of 0 the answer is known, and a GPU need not be waited for.
             if fallback > 0 and logits.float().softmax(-1).max() < fallback:
                 break
-            [guess] = sample(logits, draft.places[-1:])
-            guesses.append(guess)
-            feed = [guess]
-        logits = target.forward([root, *guesses]).float()  # [n + 1, V]
+            guesses += sample(logits, draft.places[-1:])
+        logits = target.forward([text[-1], *guesses]).float()  # [n + 1, V]
         column = torch.tensor(guesses, dtype=torch.long, device=logits.device)[:, None]  # [n, 1]
-        passed = passes(logits[:-1], column)
         # Count the guesses before the first that does not pass
-        accepted = int(passed.cumprod(0).sum())
-        [root] = sample(logits[accepted:accepted + 1], target.places[accepted:accepted + 1])
+        accepted = int(passes(logits[:-1], column).cumprod(0).sum())
+        [token] = sample(logits[accepted:accepted + 1], target.places[accepted:accepted + 1])
+        chunk = [*guesses[:accepted], token]
+        text += chunk
         target.commit(range(1 + accepted))
-        # Keep the draft's rows of what is final. After gamma guesses the draft was never fed the
+        # Both models forget the rejected guesses. After gamma guesses the draft was never fed the
         # last one. If it was too unsure to give another guess, it was fed all of them.
-        final = unseen + guesses[:accepted]  # the tokens to be cached
-        fed = min(len(final), len(draft.parents))  # how many of them the draft was fed
-        draft.commit(range(fed))
-        unseen = [*final[fed:], root]
+        draft.truncate(min(draft.length, len(text) - 1))
         log_round(log, guessed=len(guesses), accepted=accepted)
-        yield [*guesses[:accepted], root]
+        yield chunk
 
 
 def bild(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5,
@@ -140,9 +135,8 @@ def specdec(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
     return decode_by_test(passes, target, draft, prompt, gamma, 0.0, sample, log)
 
 
-COMMAND_LINE = dict(
-    methods=[bild, specdec], lossy=[bild, specdec],
-    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)})
+COMMAND_LINE = dict(methods=[bild, specdec], lossy=[bild, specdec],
+                    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

@@ -75,25 +75,31 @@ import bita
 from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
 from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
-from support.clock import Choice, Clock
+from support.clock import Choice, recall
 from support.engine import MODELS, EngineLM, log_round, require
 from support.layers import move_counts
 from support.parts import load_trained, score_with
-from support.trees import Acceptance
 from training.loop import divergence_in_parts, fit_part, warm_linear
-from training.texts import count_tokens, prepare_training, read_answers, sample_alike
+from training.texts import measure_right, prepare_training, read_answers, sample_alike
 from training.low_rank import Tuned, prepare_changes
-from training.settings import Pair
 
 import torch
 
 TOKENS = f"{MODELS}/pass.safetensors"
 TUNED = f"{MODELS}/space.safetensors"
+TITLE = "a SPACE tuning"  # in its file, and in error messages
 MOST = 4  # the most guesses of SPACE's calls, unless --k asks for more: `tune`'s default
 PRIOR = 0.7  # for `Acceptance`. The embedded model's mask guesses 0.72 of the held-out tokens
 
 
 # ---------------------------------------------------------------------------------- decoding
+
+@torch.inference_mode()
+def embed(lm: CachedLM, ids: list[int], masks: torch.Tensor) -> torch.Tensor:
+    """Return the input embeddings [n + m, d] of n tokens and, after them, of masks [m, d]."""
+    tokens = lm.model.get_input_embeddings()(torch.tensor(ids, device=masks.device))
+    return torch.cat([tokens, masks])
+
 
 def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
                   trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
@@ -112,16 +118,12 @@ def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: st
     require(trained.prompts.numel() == 0, "tokens", "a file without prompt tokens", repr(tokens))
     require(L <= len(lookahead), "L", f"at most {len(lookahead)}", L)
     lookahead = lookahead[:L or None]  # 0: all of them
-    embed = target.model.get_input_embeddings()
-    prompt = begin(prompt, target)
-    root = prompt[-1]
+    root = begin(prompt, target)[-1]
     while True:
         # Draft. The first token is sampled from the model's own row of the root, so it is final.
         # The others are guesses, each sampled from the row of a look-ahead token.
-        with torch.inference_mode():
-            token = embed(torch.tensor([root], device=lookahead.device))
-            inputs = torch.cat([token, lookahead])  # [1+L, d]
-        probs = sample.probs(target.forward(inputs), target.places)  # [1+L, V]
+        logits = target.forward(embed(target, [root], lookahead))
+        probs = sample.probs(logits, target.places)  # [1+L, V]
         first, *guesses = sample.draw(probs).tolist()
         target.commit([0])  # the rows of look-ahead tokens are no text, so they are dropped
         # Verify. `probs[1:]` are the distributions that the guesses were drawn from. One token more
@@ -148,32 +150,25 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     """
     lm, mask = target.once(load_space, tuning, target)
     target.memo["writer"] = lm.model
-    embed = lm.model.get_input_embeddings()
-    prompt = begin(prompt, lm)
+    chunk = begin(prompt, lm)[-1:]  # the last token of a chunk is the root of the next call
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
-    learnt = target.once(Acceptance, PRIOR, key=(lm,))
-    clock = target.once(Clock, target, key=(lm,))
+    learnt, clock = recall(target, PRIOR, (lm,))
     own = k  # the option; 0 lets the clock choose
-    root = prompt[-1]
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
         k = own or clock.choose(lambda: plan_space(learnt.rates()[0]))
         candidates = candidates[:k]
         # Lay out a chain of root and guesses, then a group of k masks after each of these n.
-        ids = [root, *candidates]
+        ids = [chunk[-1], *candidates]
         n = len(ids)
         chain = range(-1, n - 1)  # the parents of root and candidates
         parents = attach_masks(chain, range(n), k)
-        with torch.inference_mode():
-            real = embed(torch.tensor(ids, device=mask.device))
-            inputs = torch.cat([real, mask.expand(n * k, -1)])  # [n + n k, d]
-        logits = lm.forward(inputs, parents)
+        logits = lm.forward(embed(lm, ids, mask.expand(n * k, -1)), parents)  # [n + n k, V]
         move_counts(lm, target)
         # Verify. The masks' rows have no part in it.
         path, chunk = walk(ids, chain, sample(logits[:n], lm.places[:n]))
         lm.commit(path)
         learnt.learn(chain, path)
-        root = chunk[-1]
         # The group after the last accepted node has the next guesses.
         groups = logits[n:].view(n, k, logits.shape[1])
         candidates = greedy(groups[path[-1]])
@@ -217,7 +212,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str =
 
 
 @torch.inference_mode()
-def accuracy(model, masks: torch.Tensor, data: list[Pair], anchors: int = 64) -> list[float]:
+def accuracy(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
     """Measure how often the likeliest guess of each mask is right.
 
     model    the model that sees the masks, for SPACE the tuned one
@@ -235,22 +230,6 @@ def accuracy(model, masks: torch.Tensor, data: list[Pair], anchors: int = 64) ->
     return (hits / total.clamp(min=1)).tolist()
 
 
-def guess_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the model guess each token of answers from the true tokens before it.
-
-    Eight pairs are read at once, since the logits of a hundred may not fit in memory.
-
-    returns  the model's likeliest tokens [N], and the N tokens of all answers
-    """
-    guesses, labels = [], []
-    for i in range(0, len(pairs), 8):
-        hidden, tokens = read_answers(model, pairs[i:i + 8])
-        # Scaling and capping of logits leave the likeliest token as it is.
-        guesses.append(model.get_output_embeddings()(hidden).argmax(-1))
-        labels.append(tokens)
-    return torch.cat(guesses), torch.cat(labels)
-
-
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,
          rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 8,
          anchors: int = 32, lr: float = 1e-3, seed: int = 0) -> None:
@@ -265,16 +244,16 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     """
     # One pass has many masks after the text, and a mask is only an embedding.
     CachedLM(model).forward(model.get_input_embeddings().weight[:1])
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
-    tuning = SpaceTuning(model, rank, seed)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
+    tuning = make_tuning(model, rank, seed)
     tuned = tuning.model
+    masks = tuning.changes["mask"].expand(k, -1)
     score, V = score_with(model), len(model.get_output_embeddings().weight)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
+        pairs = sample_alike(lessons.data, batch, rng)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
-        masked = mask_logits(tuned, tuning.mask.expand(k, -1), [], ids, at)
+        masked = mask_logits(tuned, masks, [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
             teacher, _ = read_answers(model, pairs)
@@ -284,29 +263,25 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        right = accuracy(tuned, tuning.mask.expand(k, -1), held_out)
-        guesses, labels = guess_answers(tuned, held_out)
-        kept = (guesses == labels).float().mean().item()
+        right = accuracy(tuned, masks, lessons.held_out)
+        kept = measure_right(tuned, lessons.held_out)
         shares = " ".join(f"{x:.3f}" for x in right)
         line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"
         return {"right": right, "kept": kept}, line
-    fit_part(tuning, model, (k, batch, anchors), data, held_out, loss_of, evaluate, name="space",
-             steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out, work=work, models=(tuned,))
+    fit_part(tuning, model, (k, batch, anchors), lessons, loss_of, evaluate, name="space",
+             steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out)
 
 
-class SpaceTuning(Tuned):
-    """Be a model that is tuned for SPACE, with the embedding [1, d] of its mask token.
+def make_tuning(model, rank: int, seed: int = 0) -> Tuned:
+    """Make a model that is tuned for SPACE. Its changes have the embedding "mask" [1, d], too.
 
     The arguments are those of `Tuned`.
     """
-    title = "a SPACE tuning"
-
-    def __init__(self, model, rank: int, seed: int = 0):
-        super().__init__(model, rank, seed)
-        table = model.get_input_embeddings().weight
-        # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
-        self.mask = torch.nn.Parameter(table.mean(0, keepdim=True, dtype=torch.float32))
-        self.changes["mask"] = self.mask
+    tuning = Tuned(TITLE, model, rank, seed)
+    # The mask is float32, because in bfloat16 a step of AdamW would round to nothing.
+    mask = model.get_input_embeddings().weight.mean(0, keepdim=True, dtype=torch.float32)
+    tuning.changes["mask"] = torch.nn.Parameter(mask)
+    return tuning
 
 
 def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tensor]:
@@ -317,15 +292,14 @@ def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tens
     returns  the tuned model, and the embedding [1, d] of the mask token. InputError if the file is
              damaged, or for another model
     """
-    tuning = load_trained(path, SpaceTuning.title, target.model,
-                          lambda header: SpaceTuning(target.model, header["rank"]))
+    tuning = load_trained(path, TITLE, target.model,
+                          lambda header: make_tuning(target.model, header["rank"]))
     lm = type(target)(prepare_changes(tuning.model), target.vocab)
-    return lm, tuning.mask.detach()
+    return lm, tuning.changes["mask"].detach()
 
 
-COMMAND_LINE = dict(
-    methods=[pass_sampling, space], commands=[train, tune],
-    ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)})
+COMMAND_LINE = dict(methods=[pass_sampling, space], commands=[train, tune],
+                    ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

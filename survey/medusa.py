@@ -50,12 +50,12 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy, walk
-from support.clock import Clock, list_sizes
+from support.clock import list_sizes, recall
 from support.engine import MODELS, EngineLM, log_round, require
-from support.parts import Part, fill, head_for, load_trained, logits_of, match_type
+from support.parts import Part, fill, head_for, load_trained, match_type, score_with
 from support.released import is_released, read_head
-from support.trees import Acceptance, Node, rank_tokens
-from training.loop import compute_in_parts, fit_part, warm_cosine
+from support.trees import Node, rank_tokens
+from training.loop import cross_entropy_in_parts, fit_part, warm_cosine
 from training.texts import compute_frozen, find_frequent, prepare_training, read_texts, sample_rows
 
 import torch
@@ -155,20 +155,17 @@ def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
         yield k, trained(k, f, between[:, :k]).to(model.dtype), labels[:, k]
 
 
-def heads_loss(trained: Heads, model, to_logits: Callable, f: torch.Tensor,
+def heads_loss(trained: Heads, model, score: Callable, f: torch.Tensor,
                tokens: torch.Tensor) -> torch.Tensor:
     """Compute the loss of all heads: the sum over k of DECAY^k times the mean loss of head k.
 
     A mean is over positions with a label. The other arguments are those of `head_states`.
 
-    to_logits   scales or caps the LM head's output as the model does (parts.logits_of)
+    score   turns what the LM head reads into logits (parts.score_with)
     """
-    def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = to_logits(trained.lm_head(x).float())
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
     loss = 0.0
     for k, x, labels in head_states(trained, model, f, tokens):
-        each = compute_in_parts(losses_of, len(trained.vocab), x, labels)
+        each = cross_entropy_in_parts(score, len(trained.vocab), x, labels)
         mean = each.sum() / (labels >= 0).sum().clamp(min=1)
         loss = loss + DECAY[trained.kind] ** k * mean
     return loss
@@ -271,19 +268,18 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
     file = adapter or f"{MODELS}/{heads}.safetensors"
     trained = trained or target.once(load_heads, file, heads, target.model)
     prompt = begin(prompt, target)
-    root = prompt[-1]
+    chunk = prompt[-1:]  # the last token of a chunk is the root of the next round
     f = target.features[-1:]  # [1, d], the feature of the token before the root
     if len(prompt) == 1:  # no token stands before the root, so zeros stand for the feature
         f = torch.zeros_like(trained.W[0].bias)[None]
-    learnt = target.once(Acceptance, trained.prior, key=(trained,))
-    clock = target.once(Clock, target, key=(trained, nodes))
+    learnt, clock = recall(target, trained.prior, (trained,), (nodes,))
     while True:
         # A plan has no tokens, which differ in each round. The clock chooses it (Section 2.3.3).
         ranks = learnt.rates()[:len(trained.vocab)]  # all of a head that knows only a few tokens
         tree = clock.choose(lambda: list_sizes(ranks, trained.K, nodes))
         # Heads fill the plan with tokens, and the target verifies all of them in one call.
         parents = [node.parent for node in tree]
-        ids = fill_tree(trained, target, f, root, tree)
+        ids = fill_tree(trained, target, f, chunk[-1], tree)
         logits = target.forward(ids, parents)  # [nodes, V]
         if typical:
             path, chunk = typical_path(ids, parents, logits, sample, epsilon, delta)
@@ -292,7 +288,6 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
         target.commit(path)
         learnt.learn(parents, path)
         # The next root follows the last accepted node, so heads read that node's feature.
-        root = chunk[-1]
         f = target.features[path[-1:]]  # [1, d]
         clock.note(1, len(tree))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
@@ -342,25 +337,24 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     lr:     the highest learning rate. 1e-3 suited 10M to 135M parameters, and is Medusa's for 7B
     """
     trained = Heads(model, heads, K)
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     if vocab:
-        trained.keep(find_frequent(data, vocab))
-    to_logits = logits_of(model)
-    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, trained.K),
-                                      data, trained.lm_head.weight.shape[1])
-    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in data]  # in positions
-    measured = [*map(torch.cat, zip(*collect_features(model, held_out, trained.K)))]
+        trained.keep(find_frequent(lessons.data, vocab))
+    score = score_with(model, trained.lm_head)
+    states_of, texts = compute_frozen(lambda pairs: collect_features(model, pairs, K),
+                                      lessons.data, trained.lm_head.weight.shape[1])
+    lengths = [len(answer) - max(0, 2 - len(prompt)) for prompt, answer in lessons.data]  # in rows
+    measured = [*map(torch.cat, zip(*collect_features(model, lessons.held_out, K)))]
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         f, tokens = sample_rows(states_of, texts, lengths, batch, rng)
-        return heads_loss(trained, model, to_logits, f.to(trained.W[0].weight), tokens)
+        return heads_loss(trained, model, score, f.to(trained.W[0].weight), tokens)
 
     def evaluate() -> tuple[dict, str]:
         right = [round(x, 3) for x in accuracy(trained, model, *measured)]
         return {"right": right}, f"held-out guesses right, by head {right}"
-    fit_part(trained, model, (batch, texts), data, held_out, loss_of, evaluate, out=out, work=work,
-             steps=steps, lr=lr, seed=seed, name=trained.kind, rate=warm_cosine)
+    fit_part(trained, model, (batch, texts), lessons, loss_of, evaluate, out=out, steps=steps,
+             lr=lr, seed=seed, name=heads, rate=warm_cosine)
 
 
 # ---------------------------------------------------------------------------------- their files
@@ -372,10 +366,8 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
                             lambda header: Heads(model, kind, header["K"]))
     require(kind == "medusa", "heads", "medusa for released heads", kind)
     _, found = read_head(str(path), "Medusa heads")
-    tensors = {name.removeprefix("medusa_head."): x for name, x in found.items()}
-    if any(name.startswith("medusa_head.") for name in found):  # Medusa-2 has its target beside
-        known = {name.removeprefix("model.") for name in model.state_dict()}
-        tensors = {name: x for name, x in tensors.items() if name not in known}
+    known = {name.removeprefix("model.") for name in model.state_dict()}  # Medusa-2 has its target
+    tensors = {key.removeprefix("medusa_head."): x for key, x in found.items() if key not in known}
     K = sum(name.endswith(".linear.weight") for name in tensors)
     trained = Heads(model, "medusa", K, own="0.1.weight" in tensors)
     fill(trained.trainable(), tensors, path)

@@ -62,7 +62,7 @@ from common import InputError, Sampler, greedy
 from support.engine import MODELS, EngineLM, depth_of, list_layers, require
 from support.files import ask_hub, check_file, explain_errors, read_json
 from support.layers import name_norm, take_layers
-from support.parts import Part, load_trained, score_with
+from support.parts import LayerPart, load_trained, score_with, seeded
 from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
 from survey.eagle import decode
 from training.texts import find_frequent, prepare_training
@@ -82,7 +82,7 @@ FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "
 
 # ----------------------------------------------------------------------------------- the draft
 
-class MTPBlock(Part):
+class MTPBlock(LayerPart):
     """Guess the token after next from a feature and the next token. The target is frozen.
 
     `lm` is a model of one layer of the target's family, with the target's embeddings and LM head.
@@ -98,15 +98,14 @@ class MTPBlock(Part):
 
     def __init__(self, model, seed: int = 0, dtype: torch.dtype = torch.float32):
         super().__init__()
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        text, h = model.config.get_text_config(), table.weight.shape[1]
-        if head.weight.shape[1] != h:
-            raise InputError(f"expected features of {h} numbers, as embeddings have, got "
-                             f"{head.weight.shape[1]}")
-        kinds = getattr(text, "layer_types", None) or []
+        table = model.get_input_embeddings().weight
+        h, f = table.shape[1], model.get_output_embeddings().weight.shape[1]
+        if h != f:
+            raise InputError(f"expected features of {h} numbers, as embeddings have, got {f}")
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
         full = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
         last = full[-1] if full else depth_of(model) - 1
-        EngineLM(model).forward(table.weight[:1])  # refuses layers that read more than embeddings
+        EngineLM(model).forward(table[:1])  # refuses layers that read more than embeddings
         # The model has 8 tokens, in whose place come the target's embeddings and LM head.
         self.lm = take_layers(model, [last], vocab_size=8, pad_token_id=None)
         for x in [*self.lm.parameters(), *self.lm.buffers()]:
@@ -116,14 +115,9 @@ class MTPBlock(Part):
         decoder = self.lm.get_decoder()
         self.norm = decoder._modules[name_norm(decoder)]
         self.norm_e, self.norm_h = copy.deepcopy(self.norm), copy.deepcopy(self.norm)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.fc = torch.nn.Linear(2 * h, h, bias=False, dtype=dtype)
-        self.vocab = torch.arange(len(head.weight), device=head.weight.device)
-        model.requires_grad_(False)
-        self.to(model.device)
-        self.lm.set_input_embeddings(table)
-        self.lm.set_output_embeddings(head)
+        self.borrow(model)
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return all weights of the block by the names of `mtp.…`."""
@@ -138,8 +132,7 @@ class MTPBlock(Part):
 
     def join(self, features: torch.Tensor, tokens) -> torch.Tensor:
         """Return the layer's inputs [..., h], of tokens [...] and features [..., h]."""
-        ids = torch.as_tensor(tokens, dtype=torch.long, device=features.device)
-        e, f = (x.to(self.fc.weight.dtype) for x in (self.lm.get_input_embeddings()(ids), features))
+        e, f = (x.to(self.fc.weight.dtype) for x in (self.embed(tokens), features))
         return self.fc(torch.cat([self.norm_e(e), self.norm_h(f)], -1))
 
 
@@ -205,14 +198,14 @@ def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load_block(path: str, model) -> MTPBlock | None:
-    """Load the block of a checkpoint. None: it has none. InputError if it does not fit the model.
+def load_block(path: str, tensors: dict[str, torch.Tensor], model) -> MTPBlock:
+    """Make the block of a checkpoint. InputError if it does not fit the model.
 
     A block may bring embeddings and an LM head. They are used if they differ from the target's.
+
+    path      the checkpoint's directory or hub id, for messages
+    tensors   what `read_block` read there
     """
-    tensors = read_block(path, depth_of(model))
-    if not tensors:
-        return None
     text = model.config.get_text_config()
     kinds, family = getattr(text, "mtp_layer_types", None), text.model_type.removesuffix("_text")
     full = {*kinds} == {"full_attention"} if kinds else family in FAMILIES
@@ -231,9 +224,9 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
     """
     path = str(adapter or model.name_or_path)
     if not adapter or is_released(path):
-        draft = load_block(path, model)
-        if draft is not None:
-            return draft
+        tensors = read_block(path, depth_of(model))
+        if tensors:
+            return load_block(path, tensors, model)
         embedded = Path(path).resolve() == (MODELS / "target").resolve()
         require(embedded, "adapter" if adapter else "target", "a checkpoint with an MTP block (for "
                 "another one, `python -m survey.mtp train` makes a block)", repr(path))
@@ -273,13 +266,12 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
              guesses in training
     """
     draft = MTPBlock(model, seed)  # it refuses a model that does not fit, before any answer is made
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, seed=seed,
-                                            max_new_tokens=max_new_tokens, most=50)
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed, most=50)
     if vocab:
-        draft.keep(find_frequent(data, vocab))
+        draft.keep(find_frequent(lessons.data, vocab))
     score = score_with(model, draft.lm.get_output_embeddings())
-    fit_unrolled(draft, model, data, held_out, score, score, batch=batch, passes=passes,
-                 steps=steps, lr=lr, seed=seed, out=out, work=work, name="mtp")
+    fit_unrolled(draft, model, lessons, score, score, batch=batch, passes=passes, steps=steps,
+                 lr=lr, seed=seed, out=out, name="mtp")
 
 
 COMMAND_LINE = dict(methods=[mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})

@@ -30,12 +30,12 @@ Left out: a draft for each topic, and keeping what was learnt after the process.
 import copy
 from typing import Iterator
 
-from common import InputError, Sampler, context_length, greedy
+from common import Sampler, context_length, greedy
 from speculative import speculative
 from support.engine import EngineLM, require
 from support.layers import move_counts
 from support.parts import score_with
-from training.loop import divergence_in_parts, low_precision
+from training.loop import Training, divergence_in_parts
 
 import torch
 
@@ -50,7 +50,7 @@ class Learner:
     kind      the divergence that a step reduces: forward-kl, reverse-kl or jsd
     lr        the learning rate
     lm        the copy, with a cache of its own
-    adam      changes the weights of the copy in a step
+    training  changes the weights of the copy in a step
     kept      [(text, failed)] for each request since the last step. text is all its tokens. failed
               is {place: feature}, for each rejection the place in the text of the last token before
               the rejected guess, and the target's feature there
@@ -63,13 +63,12 @@ class Learner:
         self.score_target = score_with(target.model)
         model = copy.deepcopy(draft.model).float().requires_grad_(True)
         self.score_draft = score_with(model)
-        self.lr = lr
-        self.adam = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0, foreach=False)
+        self.training = Training(dict(model.named_parameters()), (), name="online", steps=1, lr=lr,
+                                 models=(target.model, model))
         self.lm = EngineLM(model, draft.vocab)
         self.kept = []
 
-    def serve(self, prompt: list[int], gamma: int, sample: Sampler,
-              log: list) -> Iterator[list[int]]:
+    def serve(self, prompt: list[int], gamma: int, sample: Sampler, log: list) -> Iterator[list]:
         """Decode speculatively without end, and keep the failures.
 
         prompt   the tokens of the request
@@ -98,16 +97,8 @@ class Learner:
         """Make one step on all failures that were kept, and drop them."""
         kept = [(text, failed) for text, failed in self.kept if failed]
         self.kept = []
-        if not kept:
-            return
-        self.adam.zero_grad()
-        with low_precision(self.lm.model.device, self.target.model, self.lm.model):
-            loss = self.compute_loss(kept)
-        if not loss.isfinite():
-            raise InputError(f"--lr must be below {self.lr}: the loss is {loss.item()}")
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.lm.model.parameters(), 1.0)
-        self.adam.step()
+        if kept:
+            self.training.update(lambda rng: self.compute_loss(kept))
 
     def compute_loss(self, kept: list) -> torch.Tensor:
         """Compute the mean of D over all failures of some requests.
@@ -124,10 +115,10 @@ class Learner:
             ids = torch.tensor([text[:max(failed) + 1]], device=device)
             states = self.lm.model.get_decoder()(input_ids=ids, use_cache=False)[0][0]
             student.append(states[[*failed]])  # rows of failures, in the order of the features
-        V = len(self.lm.model.get_output_embeddings().weight)
         return divergence_in_parts(
             self.kind, lambda x: self.score_target(x).to(device)[:, vocab],
-            lambda x: self.score_draft(x)[:, vocab], V, features, torch.cat(student)).mean()
+            lambda x: self.score_draft(x)[:, vocab], len(self.lm.weight), features,
+            torch.cat(student)).mean()
 
 
 def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 6, every: int = 2,
@@ -148,8 +139,7 @@ def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
     # A step comes before a prompt, since nobody says when the last chunk of a prompt was taken.
     if len(learner.kept) >= every:
         learner.learn()
-    if log is None:
-        log = []  # the learner reads what it logs
+    log = [] if log is None else log  # the learner reads what it logs
     for chunk in learner.serve(prompt, gamma, sample, log):
         move_counts(learner.lm, draft)  # the copy's calls are reported as the draft's
         yield chunk

@@ -96,8 +96,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     """
     successors = successors or Successors()
     successors.read(prompt)
-    prompt = begin(prompt, target)
-    root = prompt[-1]
+    chunk = begin(prompt, target)[-1:]  # the last token of a chunk is the root of the next round
     learnt = successors.learnt
     clock = target.once(Clock, target, key=(recycling,))
     while True:
@@ -107,7 +106,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         else:
             planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH))
         # Guess: fill the tree from M.
-        ids, parents = successors.fill(root, planned)
+        ids, parents = successors.fill(chunk[-1], planned)
         # Verify.
         logits = target.forward(ids, parents)
         path, chunk = walk(ids, parents, sample(logits, target.places))
@@ -115,16 +114,14 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         learnt.learn(parents, path)
         # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits)
-        root = chunk[-1]
         if not nodes:
             clock.note(1, len(planned))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
 
-COMMAND_LINE = dict(
-    methods=[recycling], shared={"successors": Successors},
-    ranges={"nodes": (2, 4, 8, 16, 32, 64)})
+COMMAND_LINE = dict(methods=[recycling], shared={"successors": Successors},
+                    ranges={"nodes": (2, 4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

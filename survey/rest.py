@@ -70,11 +70,10 @@ from pathlib import Path
 from typing import Iterable, Iterator
 
 from common import InputError, Sampler, begin, context_length, greedy, trie, walk
-from support.clock import Clock, list_sizes
+from support.clock import list_sizes, recall
 from support.engine import MODELS, EngineLM, log_round
 from support.files import explain_errors
 from support.parts import load_part, save_part
-from support.trees import Acceptance
 from training.texts import collect_answers
 
 import torch
@@ -135,32 +134,22 @@ class Datastore:
         for i in range(first, len(self.text)):
             insort(self.order, i, key=self.sort_key)
 
-    def find_places(self, s: str) -> list[int]:
-        """Find the places where a suffix s ends. Of more than MATCHES an even sample is taken.
+    def find_following(self, s: str, after: int = AFTER) -> list[str]:
+        """Find what follows a suffix s wherever s occurs, or at an even sample of many places.
 
         s        one token or more, LONGEST at most
-        returns  positions in `text`. Each is that of the token after s
-        """
-        def begin(i: int) -> str:
-            return self.text[i:i + len(s)]
-        first = bisect_left(self.order, s, key=begin)
-        if first == len(self.order) or begin(self.order[first]) != s:
-            return []
-        end = bisect_right(self.order, s, first, key=begin)
-        # In the order, all places with s are neighbours, sorted by what follows. So all that
-        # follows s has its share in a sample of every step-th one.
-        step = max(1, math.ceil((end - first) / MATCHES))
-        return [i + len(s) for i in self.order[first:end:step]]
-
-    def find_following(self, s: str, after: int = AFTER) -> list[str]:
-        """Find what follows a suffix s wherever s occurs.
-
-        s        as for `find_places`
         after    how many tokens are read, at most
         returns  a string for each place: up to `after` tokens, which end before a BOUNDARY
         """
-        found = (self.text[i:i + after] for i in self.find_places(s))
-        return [text.partition(BOUNDARY)[0] for text in found]
+        def begin(i: int) -> str:
+            return self.text[i:i + len(s)]
+        # In the order, all places with s are neighbours, sorted by what follows. So all that
+        # follows s has its share in a sample of every step-th one. There may be no such place.
+        first = bisect_left(self.order, s, key=begin)
+        end = bisect_right(self.order, s, first, key=begin)
+        step = max(1, math.ceil((end - first) / MATCHES))
+        ends = [i + len(s) for i in self.order[first:end:step]]
+        return [self.text[i:i + after].partition(BOUNDARY)[0] for i in ends]
 
 
 # ---------------------------------------------------------------------------------- decoding
@@ -263,8 +252,7 @@ def rest(target: EngineLM, prompt: list[int], *, nodes: int = 0, longest: int = 
     text = as_text(prompt)
     text_store = Datastore(text if grow else "")
     stores = [text_store, store]
-    learnt = target.once(Acceptance, PRIOR, key=(store, grow))
-    clock = target.once(Clock, target, key=(store, grow, nodes))
+    learnt, clock = recall(target, PRIOR, (store, grow), (nodes,))
     while True:
         # Look up what followed the end of the text elsewhere.
         n = len(clock.choose(lambda: list_sizes(learnt.rates(), AFTER, nodes)))

@@ -61,14 +61,12 @@ Departures:
 
 Left out: offloading, where the target's weights lie in main memory.
 """
-from collections import deque
 from itertools import chain, product
 from typing import Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, walk
-from support.clock import Choice, Clock
+from support.clock import Choice, recall
 from support.engine import EngineLM, log_round, require
-from support.trees import Acceptance
 
 import torch
 
@@ -84,10 +82,7 @@ class Best(NamedTuple):
     The root is one of the n nodes. The d levels lie below it.
     """
     G: list[float]  # G[n]: how many tokens a call gives with the best tree of n nodes
-    branches: list[int]  # branches[n]: how many children the root of this tree has
-    # size_of_last[b][n]: how many nodes the last branch has in the best tree of n nodes whose root
-    # has b children
-    size_of_last: list[list[int]]
+    branches: list[list[int]]  # branches[n]: how many nodes each branch of this tree has
 
 
 def tabulate(P: Sequence[float], N: int, D: int) -> list[Best]:
@@ -102,20 +97,20 @@ def tabulate(P: Sequence[float], N: int, D: int) -> list[Best]:
     # T(0, 0) is -inf, and so is T(n, b) of all n below 0, which stand before it.
     none = torch.full((N,), -torch.inf, dtype=torch.float64)
     alone = torch.tensor([-torch.inf] + [1.0] * N, dtype=torch.float64)  # [n]
-    found = [Best(alone.tolist(), [0] * (N + 1), [])]
+    found = [Best(alone.tolist(), [[]] * (N + 1))]
     G = alone  # [n]: G(n, d - 1)
     for _ in range(D):
         T = [alone]  # [b][n]: T(n, b)
-        size_of_last = [[]]
+        sizes = [[[]] * (N + 1)]  # [b][n]: the nodes of each branch of the tree that gives T(n, b)
         for P_b in P:
             # Row n of the first term is T(n - m, b - 1) for m = N, …, 1.
             others = torch.cat([none, T[-1]]).unfold(0, N, 1)[:-1]
-            tokens = others + P_b * G[1:].flip(0)  # [n, m]: Alg. 1, line 9
-            most, column = tokens.max(1)
+            most, column = (others + P_b * G[1:].flip(0)).max(1)  # over m: Alg. 1, line 9
             T.append(most)
-            size_of_last.append((N - column).tolist())
-        G, branches = torch.stack(T).max(0)  # line 11
-        found.append(Best(G.tolist(), branches.tolist(), size_of_last))
+            last = (N - column).tolist()  # m, the nodes of branch b. If T is -inf it means nothing
+            sizes.append([[*sizes[-1][n - m], m] for n, m in enumerate(last)])
+        G, b = torch.stack(T).max(0)  # line 11
+        found.append(Best(G.tolist(), [sizes[x][n] for n, x in enumerate(b.tolist())]))
     return found
 
 
@@ -130,18 +125,11 @@ def parents_of(best: list[Best], n: int, d: int) -> list[int]:
     returns  the parent of each node
     """
     parents = [-1]
-    waiting = deque([(0, n, d)])  # (node, nodes of its subtree, levels below it)
-    while waiting:
-        node, nodes, depth = waiting.popleft()
-        sizes = []
-        # The last branch comes off first. The rest is the best tree that has one branch less.
-        for b in range(best[depth].branches[nodes], 0, -1):
-            size = best[depth].size_of_last[b][nodes]
-            sizes.insert(0, size)
-            nodes -= size
-        for size in sizes:
-            waiting.append((len(parents), size, depth - 1))
+    subtrees = [(n, d)]  # for each node the nodes of its subtree and the levels below it
+    for node, (size, depth) in enumerate(subtrees):  # which grow meanwhile
+        for branch in best[depth].branches[size]:
             parents.append(node)
+            subtrees.append((branch, depth - 1))
     return parents
 
 
@@ -172,8 +160,7 @@ def shape_of(parents: list[int]) -> Shape:
     return Shape(parents, children, levels, row)
 
 
-def plan_sequoia(P: Sequence[float], sizes: tuple[int, ...],
-                 depths: tuple[int, ...]) -> list[Choice]:
+def plan_sequoia(P: Sequence[float], sizes: Sequence[int], depths: Sequence[int]) -> list[Choice]:
     """List what the clock chooses from (Section 4.1): plans that are shapes of the best trees.
 
     P        the rates, as for `tabulate`
@@ -220,16 +207,14 @@ def draw_tree(draft: EngineLM, unseen: list[int], shape: Shape,
     returns  ids, the token of each node, and q_logits_of. The latter has for each node with
              children the logits [V] of the q that they were drawn from.
     """
-    root = unseen[-1]
-    ids = [root] + [0] * (len(shape.parents) - 1)
+    ids = unseen[-1:] + [0] * (len(shape.parents) - 1)
     q_logits_of = {}
-    # At temperature 0 only the order of the logits matters, and any divisor but 0 keeps it.
-    temperature = 1.0 if sample.temperature == 0 else sample.temperature
 
     def draw(level: list[int], logits: torch.Tensor) -> None:
         if sample.sure:  # the winner of the draft's race is first, and then the next ones
             logits = sample.race(logits, draft.places[-len(level):])
-        logits = logits.double() / temperature
+        # At temperature 0 only the order of the logits matters, and any divisor but 0 keeps it.
+        logits = logits.double() / (sample.temperature or 1.0)
         # When all tokens with a chance have been drawn, the next children are drawn evenly from the
         # others (Alg. 2, line 14). If the logits of these were -inf, their q would be 0 / 0.
         logits = logits.clamp(min=-1e9)
@@ -295,12 +280,10 @@ def sample_path(ids: list[int], shape: Shape, logits: torch.Tensor, q_logits_of:
     path = [0]
     while True:
         node = path[-1]
-        p = sample.probs(logits[node])
         children = shape.children[node]
-        accepted = None
-        if children:
-            draws = [ids[child] for child in children]
-            accepted, p = verify(p, q_logits_of[node], draws, sample)
+        draws = [ids[child] for child in children]  # a leaf has none
+        p = sample.probs(logits[node])
+        accepted, p = verify(p, q_logits_of.get(node), draws, sample)
         if accepted is None:
             return path, [ids[x] for x in path[1:]] + sample.draw(p[None]).tolist()
         path.append(children[accepted])
@@ -320,16 +303,14 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
     clock chooses anew in each run.
     """
     require(nodes != 1, "nodes", "2 to 128, or 0", nodes)
-    prompt = begin(prompt, target, draft)
+    text = begin(prompt, target, draft)
     sizes = (nodes,) if nodes else RANGES["nodes"]
     depths = (depth,) if depth else RANGES["depth"]
-    clock = target.once(Clock, target, draft, key=(sizes, depths))
-    learnt = target.once(Acceptance, PRIOR, key=(draft,))
-    unseen = [prompt[-1]]  # final tokens that the draft has not been fed
+    learnt, clock = recall(target, PRIOR, (draft,), (sizes, depths), draft)
     while True:
         # The shape is fixed by earlier rounds, before anything of this round is drawn.
         shape = clock.choose(lambda: plan_sequoia(learnt.rates(), sizes, depths))
-        ids, q_logits_of = draw_tree(draft, unseen, shape, sample)
+        ids, q_logits_of = draw_tree(draft, text[draft.length:], shape, sample)
         logits = target.forward(ids, shape.parents)  # [n, V]
         if sample.sure:
             path, chunk = walk(ids, shape.parents, sample(logits, target.places))
@@ -340,9 +321,8 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
         # The draft keeps its rows of the path. The root's row is in the context already. The draft
         # was fed no leaf. So a leaf at the end of the path is unseen, and the last token of the
         # chunk always is.
-        fed = [node for node in path if node in shape.row]  # all of the path but a leaf
-        draft.commit([shape.row[node] for node in fed[1:]])
-        unseen = [*(ids[node] for node in path[len(fed):]), chunk[-1]]
+        draft.commit([shape.row[node] for node in path[1:] if node in shape.row])
+        text += chunk
         clock.note(len(shape.levels), sum(map(len, shape.levels)))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk

@@ -127,23 +127,15 @@ def k_seq(p: torch.Tensor, q: torch.Tensor, draws: list[int]) -> tuple[torch.Ten
 
 # ---------------------------------------------------------------------- drafting and verifying
 
-class Drawn(NamedTuple):
-    """Hold the drafts of one model. Drafts with the same prefix share its distribution and node."""
-    texts: list[tuple[int, ...]]  # the tokens of each draft
-    probs: dict[tuple[int, ...], torch.Tensor]  # prefix: [V], which the next token was drawn from
-    # prefix: the node of its last token in the model's own pending tree, or -1 for the root
-    nodes: dict[tuple[int, ...], int]
-
-
 class DrawnDraft(NamedTuple):
     """Hold what the verification needs to know of one draft."""
     text: tuple[int, ...]  # its tokens
-    probs: dict[tuple[int, ...], torch.Tensor]  # the `Drawn.probs` of the model that drew it
+    probs: dict[tuple[int, ...], torch.Tensor]  # the `probs` of the model that drew it
     path: list[int]  # its nodes in the target's tree, the root first
 
 
 def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: Sampler,
-                ranked: bool = False) -> Drawn:
+                ranked: bool = False) -> tuple[list[tuple], dict[tuple, torch.Tensor], dict]:
     """Draw K drafts of gamma tokens independently, with a draft call for each level of their tree.
 
     draft     the model that drafts
@@ -153,7 +145,9 @@ def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: 
     sample    the Sampler that draws the tokens
     ranked    whether draft k begins with the k-th token of the draft's race, which at temperature 0
               is the k-th likeliest
-    returns   the drafts with their distributions and nodes
+    returns   texts, the tokens of each draft. probs, {prefix: the distribution [V] that the next
+              token was drawn from}. nodes, {prefix: the node of its last token in the model's own
+              pending tree, or -1 for the root}. Drafts with the same prefix share these two
     """
     logits = draft.forward(unseen)
     draft.commit(range(len(unseen)))  # they are final, so they join the context at once
@@ -177,7 +171,7 @@ def draw_drafts(draft: EngineLM, unseen: list[int], gamma: int, K: int, sample: 
         else:
             tokens = sample.draw(torch.stack([probs[text] for text in texts])).tolist()
         texts = [(*text, token) for text, token in zip(texts, tokens)]
-    return Drawn(texts, probs, nodes)
+    return texts, probs, nodes
 
 
 def verify_tree(rule: Callable, target_probs: torch.Tensor, drafts: list[DrawnDraft],
@@ -237,38 +231,31 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
     """
     n = len(models)
     require(K >= n, "K", f"{n} or more with {n} drafts", K)
-    most = n * target.vocab  # as many different tokens can all models begin with
-    require(rule or K <= most, "K", f"at most {most} at temperature 0", K)
-    prompt = begin(prompt, target, *models)
+    text = begin(prompt, target, *models)
     turns = [i % n for i in range(K)]  # draft i is drawn by model number turns[i]
-    root = prompt[-1]
-    unseen = [[root]] * n  # for each model the final tokens that it has not been fed
     while True:
-        drawn = [draw_drafts(lm, unseen[m], gamma, turns.count(m), sample, rule is None)
+        drawn = [draw_drafts(lm, text[lm.length:], gamma, turns.count(m), sample, rule is None)
                  for m, lm in enumerate(models)]
-        texts = [drawn[m].texts[i // n] for i, m in enumerate(turns)]
-        ids, parents, paths = trie(root, texts)
+        texts_of, probs_of, nodes_of = zip(*drawn)  # for each model
+        texts = [texts_of[m][i // n] for i, m in enumerate(turns)]
+        ids, parents, paths = trie(text[-1], texts)
         logits = target.forward(ids, parents)  # [nodes, V]
         if rule is None:
-            path, [*guesses, root] = walk(ids, parents, sample(logits, target.places))
-            guesses = tuple(guesses)
+            path, chunk = walk(ids, parents, sample(logits, target.places))
         else:
-            drafts = [DrawnDraft(text, drawn[m].probs, path)
-                      for m, text, path in zip(turns, texts, paths)]
+            drafts = [*map(DrawnDraft, texts, (probs_of[m] for m in turns), paths)]
             target_probs = sample.probs(logits, target.places)
-            guesses, path, rest = verify_tree(rule, target_probs, drafts, sample)
-            root = sample.draw(rest[None]).item()
+            accepted, path, rest = verify_tree(rule, target_probs, drafts, sample)
+            chunk = [*accepted, *sample.draw(rest[None]).tolist()]
         target.commit(path)
         # A model keeps the rows of those accepted guesses that it was fed. It was fed a prefix of
         # the accepted guesses if one of its own drafts begins with this prefix and is longer.
-        prefixes = [guesses[:length] for length in range(1, len(guesses) + 1)]
-        for m, lm in enumerate(models):
-            nodes = drawn[m].nodes
-            kept = [nodes[prefix] for prefix in prefixes if prefix in nodes]
-            lm.commit(kept)
-            unseen[m] = [*guesses[len(kept):], root]
-        log_round(log, guessed=len(ids) - 1, accepted=len(guesses))
-        yield [*guesses, root]
+        prefixes = [tuple(chunk[:length]) for length in range(1, len(chunk))]
+        for lm, nodes in zip(models, nodes_of):
+            lm.commit([nodes[prefix] for prefix in prefixes if prefix in nodes])
+        text += chunk
+        log_round(log, guessed=len(ids) - 1, accepted=len(chunk) - 1)
+        yield chunk
 
 
 # ---------------------------------------------------------------------------------- the methods
@@ -304,9 +291,8 @@ def spectr(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
     return decode_by_rule(k_seq, target, [draft], prompt, gamma, K, sample, log)
 
 
-COMMAND_LINE = dict(
-    methods=[specinfer, spectr],
-    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)})
+COMMAND_LINE = dict(methods=[specinfer, spectr],
+                    ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

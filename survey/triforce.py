@@ -67,8 +67,7 @@ from survey.cascade import Level, review
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 
 # ------------------------------------------------------------------------- a part of a cache
@@ -161,8 +160,8 @@ def choose_ends(lm: EngineLM, sinks: int, window: int) -> tuple[dict[int, torch.
     if len(slots) > sinks + window:
         slots = torch.cat([slots[:sinks], slots[-window:]])
         kept = sinks
-    layers = lm.cache.layers.items()
-    return {layer: slots.expand(keys.shape[1], -1) for layer, (keys, _) in layers}, kept
+    buffers = lm.cache.layers.items()
+    return {layer: slots.expand(keys.shape[1], -1) for layer, (keys, _) in buffers}, kept
 
 
 # -------------------------------------------------------------------------------- retrieval
@@ -181,13 +180,11 @@ def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
     def record(module, query, key, value, attention_mask, **options):
         queries[module.layer_idx] = query[0, :, -1]
         return grouped_attention(module, query, key, value, attention_mask, **options)
-    AttentionInterface.register("recording", record)
-    AttentionMaskInterface.register("recording", sdpa_mask)
-    model.set_attn_implementation("recording")
+    AttentionInterface.register("grouped", record)
     try:
         yield queries
     finally:
-        model.set_attn_implementation("grouped")
+        AttentionInterface.register("grouped", grouped_attention)
 
 
 @torch.inference_mode()
@@ -231,21 +228,6 @@ def retrieve_chunks(lm: EngineLM, token: int, budget: int,
 
 # ---------------------------------------------------------------------------------- decoding
 
-def update_caches(levels: list[Level], context: list[int], old: int) -> None:
-    """Drop the rows of rejected guesses from all three caches, and renew the newest rows of C_r.
-
-    levels   M_p with C_p, M_p with C_r, and M_q with C_q
-    context  the text after this round without its root, whose row no cache has yet
-    old      how many tokens the context had before this round
-    """
-    whole, retrieved, ends = levels
-    whole.keep(context)
-    # The newest rows that C_r made itself saw only a part of the text. Those of C_p saw all of it
-    retrieved.lm.copy_newest(whole.lm, old)
-    retrieved.text = context
-    ends.keep(context)
-
-
 def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int = 5,
              inner: int = 2, budget: int = 512, chunk: int = 8, sinks: int = 16, window: int = 240,
              sample: Sampler = greedy, log: list | None = None) -> Iterator[list[int]]:
@@ -275,14 +257,14 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
     part, small = PartialLM(target.model, target.vocab), PartialLM(draft.model, draft.vocab)
     part.take(target, *retrieve_chunks(target, text[-1], budget, chunk), len(context))
     small.take(draft, *choose_ends(draft, sinks, window), len(context))
-    levels = [Level(lm, context) for lm in (target, part, small)]
+    whole, retrieved, ends = (Level(lm, context) for lm in (target, part, small))
     while True:
         # Alg. 1, lines 5 to 18: M_p with C_r reviews γ1 tokens of M_q at a time, until there are γ2
         # tokens. A review gives the accepted ones and one more token. [[inner], []] says that M_p
         # reviews `inner` tokens of M_q, and that M_q reviews none
         guesses, guess_probs, reviews = [], [], 0
         while len(guesses) < gamma:
-            tokens, probs = review(levels[1:], [[inner], []], text + guesses, sample)
+            tokens, probs = review([retrieved, ends], [[inner], []], text + guesses, sample)
             guesses += tokens
             guess_probs.append(probs)
             reviews += 1
@@ -290,21 +272,27 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
         guesses = guesses[:gamma]
         draft_probs = torch.cat(guess_probs)[:gamma]  # [γ2, V]
         # Lines 20 to 29. M_p with C_p verifies the γ2 tokens, and adds one token: [γ2 + 1, V]
-        target_probs = sample.probs(levels[0].score(text + guesses, gamma + 1), target.places)
+        target_probs = sample.probs(whole.score(text + guesses, gamma + 1), target.places)
         accepted, root = verify(target_probs, draft_probs, guesses, sample)
-        tokens = guesses[:accepted] + [root]
-        text = text + tokens
-        # Line 30: update C_p, C_r and C_q. Then cut C_q, if its newest rows fill two windows
-        update_caches(levels, text[:-1], len(text) - len(tokens) - 1)
+        old = len(text) - 1  # how many tokens the context had before this round
+        text = text + guesses[:accepted] + [root]
+        # Line 30: drop the rows of rejected guesses from all three caches. The root has no row yet
+        context = text[:-1]
+        whole.keep(context)
+        ends.keep(context)
+        # The newest rows that C_r made itself saw only a part of the text. Those of C_p saw all
+        part.copy_newest(target, old)
+        retrieved.text = context
+        # Cut C_q, if its newest rows fill two windows
         if small.prefix + small.length > sinks + 2 * window:
             small.take(small, *choose_ends(small, sinks, window), small.skipped + small.length)
         move_counts(small, draft)  # `draft` itself was only called for the prompt
         log_round(log, guessed=gamma, accepted=accepted, reviews=reviews)
-        yield tokens
+        yield text[old + 1:]
 
 
-COMMAND_LINE = dict(
-    methods=[triforce], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)}, graphs=False)
+COMMAND_LINE = dict(methods=[triforce], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)},
+                    graphs=False)
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project

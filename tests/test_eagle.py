@@ -135,10 +135,10 @@ def test_what_a_training_reports_by_hand():
 def test_tokens_and_features_are_as_large_at_first(tmp_path, monkeypatch):
     """Gemma's embedding is √d times its weights. Values of a gradient are cut as in the paper."""
     model, seen = tiny("gemma3"), []
-    monkeypatch.setattr("survey.eagle.fit_part", lambda *given, **how: seen.append((given, how)))
+    monkeypatch.setattr("survey.eagle.fit_on_texts", lambda *x, **how: seen.append((x, how)))
     run("survey.eagle train", tmp_path, model)
-    [((draft, _, _, data, *_), how)] = seen
-    [(ids, f, _)] = compute_features(model, data[:1], None)
+    [((draft, _, _, _, lessons, *_), how)] = seen
+    [(ids, f, _)] = compute_features(model, lessons.data[:1], None)
     expected = EagleLayer(model).fc.weight.detach()
     expected[:, :32] *= f.float().std() / model.get_input_embeddings()(ids).std()
     assert torch.allclose(draft.fc.weight, expected, rtol=1e-3) and how["max_value"] == 0.5
@@ -171,8 +171,8 @@ def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch
     draft which is given the whole text. So few tokens are often guessed right. EAGLE-3 decodes in
     EAGLE's loop."""
     model, chosen = tiny("llama", vocab_size=8), itertools.cycle(trees)
-    monkeypatch.setattr(f"survey.{name}.Clock.choose", lambda *_: next(chosen))
-    monkeypatch.setattr(f"survey.{name}.Clock.note", lambda *_: None)
+    monkeypatch.setattr("support.clock.Clock.choose", lambda *_: next(chosen))
+    monkeypatch.setattr("support.clock.Clock.note", lambda *_: None)
     found = play_rounds(name, model, TEXT[:5], EngineLM, nodes=0)
     assert play_rounds(name, model, TEXT[:5], NaiveLM, anew=True, nodes=0) == found
     assert {record["accepted"] for _, _, record in found} > {0}

@@ -117,7 +117,7 @@ def test_the_loss_by_hand(kind, weights):
         expected += weights[k - 1] * sum(losses) / len(losses)
         hits, counted = sum(z.argmax() == row for z, row in guessed), (tokens[:, k] >= 0).sum()
         assert right[k - 1] == pytest.approx((hits / counted).item())
-    given = heads, model, lambda x: 2 * x, f
+    given = heads, model, lambda x: 2 * heads.lm_head(x), f
     assert module.heads_loss(*given, tokens).item() == pytest.approx(expected, rel=1e-4)
     assert module.heads_loss(*given, tokens * 0 + 60).item() == 0  # no head can guess 60
     assert accuracy(heads, model, f, tokens * 0 + 60) == [0, 0]

@@ -54,7 +54,8 @@ def test_a_step_is_towards_what_the_target_thought_there(monkeypatch):
     monkeypatch.setattr(training, "divergence", lambda *x: given.append(x) or divergence(*x))
     learner.learn()
     learner.learn()
-    assert learner.kept == [] and {x["step"].item() for x in learner.adam.state.values()} == {1}
+    [adam] = learner.training.optimizers
+    assert learner.kept == [] and {x["step"].item() for x in adam.state.values()} == {1}
     [(used, *logits)] = given
     assert used == kind and min(len(places) for _, places in kept) > 2
 

@@ -119,7 +119,7 @@ def test_trees_are_those_of_their_options_and_of_what_was_learnt(monkeypatch):
     """Also where the same models decode one text after another."""
     model = tiny("llama")
     lms, P = [EngineLM(model), EngineLM(model)], [0.6, 0.3, 0.1]
-    monkeypatch.setattr("survey.sequoia.Acceptance.rates", lambda self: P)
+    monkeypatch.setattr("support.trees.Acceptance.rates", lambda self: P)
     seen = note_calls(monkeypatch, lms[0], "forward")
     for nodes, depth in 2 * [(4, 1), (6, 3), (6, 1), (4, 3)]:
         next(sequoia(*lms, PROMPT, nodes=nodes, depth=depth))

@@ -19,11 +19,10 @@ from fake_cuda import FakeCuda
 from families import SCALED, tiny
 from helpers import check_refused, interrupting, note_calls, script, tokens_of
 from support.engine import EngineLM
-from survey.masks import guess_answers
 from training import loop as training, texts as reading
 from training.loop import Training, divergence
-from training.texts import (answer_all, collect_answers, find_frequent, prepare_training,
-                            read_texts, sample_alike)
+from training.texts import (answer_all, collect_answers, find_frequent, measure_right,
+                            prepare_training, read_texts, sample_alike)
 from training.settings import Settings, use_settings
 from trainings import FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
 
@@ -385,8 +384,7 @@ def test_answers_are_kept_but_for_a_line_that_was_cut_off(tmp_path):
         assert [a == b for a, b in zip(again, answers)].count(False) == 1 and [1, 2, 3] in again
         assert file.read_text() == "\n".join([*marked, ""])
     whole = file.read_bytes()
-    for damaged in (b"\xff\n", b"{}\n", b"5\n", b'{"prompt": [7], "answer": [61]}\n',
-                    b'{"prompt": [7.0], "answer": [3]}\n', b'{"prompt": [-1], "answer": [3]}\n'):
+    for damaged in b"\xff\n", b"{}\n", b"5\n":
         file.write_bytes(whole + damaged)
         with pytest.raises(InputError, match="an earlier run kept in line 5; .*, got .*answers-"):
             collect_answers(model, WORDLESS, prompts, 8, file.parent)
@@ -459,15 +457,16 @@ def test_the_most_frequent_tokens():
 
 @pytest.mark.parametrize("name", [*SCALED, "llama", "gpt2"])
 def test_guesses_are_the_models_and_its_head_reads_few_rows(name):
-    """Eight texts are read at once, and the head reads only the rows before tokens of answers."""
+    """The head reads only the rows before tokens of answers."""
     model, rows = tiny(name), []
-    pairs = [([3, 4], [5, 6, 7]), ([9, 3, 30], [4])] * 5
-    expected = [model(torch.tensor([p + a])).logits[0, len(p) - 1:-1].argmax(-1) for p, a in pairs]
+    said = [model(torch.tensor([x])).logits[0, -1].argmax().item() for x in ([3, 4], [9, 3, 30])]
+    pairs = [([3, 4], [said[0], 6, 7]), ([9, 3, 30], said[1:])]
+    right = [model(torch.tensor([p + a])).logits[0, len(p) - 1:-1].argmax(-1) == torch.tensor(a)
+             for p, a in pairs]
     with model.get_output_embeddings().register_forward_hook(
             lambda head, inputs, output: rows.append(len(output))):
-        guesses, tokens = guess_answers(model, pairs)
-    assert rows == [16, 4] and tokens.tolist() == [5, 6, 7, 4] * 5
-    assert torch.equal(guesses, torch.cat(expected))
+        assert measure_right(model, pairs) == torch.cat(right).float().mean().item() >= 0.5
+    assert rows == [3, 1]
 
 
 @pytest.mark.parametrize("kind, expected", [

@@ -12,10 +12,10 @@ All others run the loop of `Training.train`, to which a method brings the parame
 `loss_of(rng)` and `evaluate()`. The `train` function of such a method, as in survey/eagle.py,
 mostly has these steps:
 
-    work, data, held_out = prepare_training(model, tokenizer, prompts, out, work, …)
-    def loss_of(rng): …        # sample some of `data` by `rng`, and return their loss
+    lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
+    def loss_of(rng): …        # sample some of `lessons.data` by `rng`, and return their loss
     def evaluate(): …          # return ({"right": figures of held_out}, "a line to print")
-    fit_part(part, model, form, data, held_out, loss_of, evaluate, name=…, out=out, work=work, …)
+    fit_part(part, model, form, lessons, loss_of, evaluate, name=…, out=out, steps=steps, …)
 
 A checkpoint never holds an update that is half made. The hash in its name is of the parameters as
 they begin, the frozen model, the data and all settings. So a run goes on only from a checkpoint of
@@ -43,9 +43,11 @@ from transformers import PreTrainedModel
 from common import InputError
 from support.engine import EngineLM
 from support.files import explain_errors, write_whole
+from support.layers import tap_widths
 from support.parts import save_trained
-from training.settings import SETTINGS, Pair
-from training.texts import Text, digest
+from training.settings import SETTINGS
+from training.texts import (Lessons, Text, compute_features, compute_frozen, count_tokens, digest,
+                            sample_alike)
 
 PAUSE = 600  # the seconds after which a checkpoint is written. One of a large model takes a minute
 LOGITS = 2 ** 25  # the most logits that a loss has at once: 128 MiB in float32
@@ -85,6 +87,21 @@ def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torc
     # Nothing in a loss is random, so no state of a generator has to be brought back.
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([again(compute, *part) for part in zip(*(x.split(size) for x in rows))])
+
+
+def cross_entropy_in_parts(score: Callable, vocab: int, read: torch.Tensor,
+                           labels: torch.Tensor) -> torch.Tensor:
+    """Compute the cross-entropy of N rows with labels, each from what its LM head reads.
+
+    score    turns what the LM head reads into logits
+    vocab    the number of logits of a row
+    read     [N, d], what the LM head reads
+    labels   [N]. A row with -100 has a loss of 0
+    returns  [N], in nats
+    """
+    def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(score(x), y, ignore_index=-100, reduction="none")
+    return compute_in_parts(losses_of, vocab, read, labels)
 
 
 def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable, vocab: int,
@@ -305,27 +322,57 @@ class Training:
         self.inside_update = True
 
 
-def fit_part(part, model, form: tuple, data: list[Pair], held_out: list[Pair], loss_of: Callable,
-             evaluate: Callable, *, out: Path, work: Path, models: tuple = (), **how) -> None:
+def fit_part(part, model, form: tuple, lessons: Lessons, loss_of: Callable, evaluate: Callable, *,
+             out: Path, **how) -> None:
     """Train a part beside a frozen model, and write its file.
 
     part      the part, which is one of parts.py
     model     the frozen model
     form      all else that the loss depends on, beside the part's own header
-    data      pairs to learn from
-    held_out  pairs to measure by
+    lessons   what it learns from
     loss_of   as for `Training.train`
     evaluate  as for `Training.train`
     out       the file, which `load_trained` of parts.py reads
-    work      the folder of checkpoints
-    models    other models that run
     how       other arguments of `Training`
     """
     vocab = None if part.vocab is None else part.vocab.tolist()
-    fingerprint = digest(model.state_dict()), part.header(), vocab, form, data, held_out
-    training = Training(part.trainable(), fingerprint, folder=work, models=(model, *models), **how)
+    fingerprint = (digest(model.state_dict()), part.header(), vocab, form, lessons.data,
+                   lessons.held_out)
+    training = Training(part.trainable(), fingerprint, folder=lessons.work, models=(model,), **how)
     training.train(loss_of, evaluate)
     save_trained(out, part, model)
+
+
+def fit_on_texts(part, model, taps: list[int], form: tuple, lessons: Lessons, loss_of: Callable,
+                 evaluate: Callable, *, batch: int, **how) -> None:
+    """Train a part, as `fit_part` does, on what a frozen model computes of whole texts.
+
+    taps      the layers whose inputs are read, as for `tap_layers`
+    form      all else that the loss depends on, beside `batch`
+    loss_of   a function of some texts and a random generator that gives their loss
+    evaluate  a function of the held-out texts that gives what `Training.train` asks for
+    batch     how many texts a pass has
+
+    The other arguments are those of `fit_part`.
+    """
+    compute = functools.partial(compute_features, model, taps=taps)
+    data = lessons.data
+    texts_of, _ = compute_frozen(compute, data, sum(tap_widths(model, taps)))
+    held_out = compute(lessons.held_out)
+
+    def sample_loss(rng: random.Random) -> torch.Tensor:
+        numbers = sample_alike(range(len(data)), batch, rng, lambda i: count_tokens(data[i]))
+        return loss_of(texts_of(numbers), rng)
+    fit_part(part, model, (batch, *form), lessons, sample_loss, lambda: evaluate(held_out), **how)
+
+
+def report_right(right: list[torch.Tensor]) -> tuple[dict, str]:
+    """Return figures as `Training.train` asks for them.
+
+    right    for each text bool [n], which of its guesses are right
+    """
+    share = torch.cat(right).float().mean().item()
+    return {"right": share}, f"held-out guesses right {share:.3f}"
 
 
 @torch.inference_mode()
@@ -338,15 +385,12 @@ def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
     held_out  texts with what the draft reads of them
     returns   the share of the tokens of all answers that are guessed, and a line to print
     """
-    right = total = 0
+    right = []
     with low_precision(draft.lm.device, draft.lm):
         for ids, features, length in held_out:
             rows = len(ids) - max(2, length)  # row i guesses token i + 2
             if rows > 0:
                 inputs = draft.join(features[:-2].to(draft.lm.device), ids[1:-1])
                 logits = EngineLM(draft.lm).forward(inputs, keep=rows)
-                guesses = draft.vocab[logits.argmax(-1)].cpu()
-                right += (guesses == ids[-rows:]).sum().item()
-                total += rows
-    share = right / max(1, total)
-    return {"right": share}, f"held-out guesses right {share:.3f}"
+                right.append(draft.vocab[logits.argmax(-1)].cpu() == ids[-rows:])
+    return report_right(right)

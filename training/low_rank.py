@@ -27,6 +27,7 @@ from common import InputError
 from support.engine import list_layers
 from support.layers import share_weights
 from support.packed import is_packed, pack, plain
+from support.parts import seeded
 
 import torch
 import torch.nn.functional as F
@@ -49,10 +50,8 @@ class LowRank(torch.nn.Module):
         self.hook = linear.register_forward_hook(self.add_branch)
 
     def add_branch(self, linear, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-        return output + self(inputs[0])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.linear(x, self.A.to(x)), self.B.to(x))
+        [x] = inputs
+        return output + F.linear(F.linear(x, self.A.to(x)), self.B.to(x))
 
 
 def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
@@ -76,19 +75,22 @@ def add_low_rank(model, rank: int) -> dict[str, torch.nn.Parameter]:
 class Tuned:
     """This is a model with changes of low rank, as a part that `save_trained` takes.
 
+    title     what the tuning is, in words that an error message can use
     original  the model that is tuned. It stays as it is, and shares its weights
     rank      the rank of each change
     seed      the seed of the changes
+    facts     what else the file says of the tuning
 
     model     the tuned model
     changes   all that is trained, by name
     """
     vocab = None
 
-    def __init__(self, original, rank: int, seed: int = 0):
-        self.model, self.rank = share_weights(original), rank
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+    def __init__(self, title: str, original, rank: int, seed: int = 0, **facts):
+        self.title = title
+        self.facts = {"rank": rank} | facts
+        self.model = share_weights(original)
+        with seeded(seed):
             self.changes = add_low_rank(self.model.requires_grad_(False), rank)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
@@ -98,7 +100,7 @@ class Tuned:
         return self.changes.values()
 
     def header(self) -> dict:
-        return {"rank": self.rank}
+        return self.facts
 
 
 def list_changed(model) -> list[torch.nn.Linear]:

@@ -25,6 +25,8 @@ from training.settings import SETTINGS, Pair
 TOKENS = 16_384  # the most tokens of a batch of texts, with padding, and of their answers
 TEXTS = 16  # the most texts that a frozen model reads for one pass, if no states are kept
 KEPT = 2 ** 30  # the most bytes that the states of a frozen model may take if they are kept
+# Put tensors into one batch, and fill them up with zeros.
+pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
 
 
 def digest(weights: dict[str, torch.Tensor], *settings) -> str:
@@ -80,12 +82,11 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
                               do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0,
                               pad_token_id=0)  # padding is masked before, cut off after
-    # Prompts are filled up on the left, so that all answers begin at the same place.
-    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     for numbers in split_by_tokens(prompts, limit):
         batch = [torch.tensor(prompts[number]) for number in numbers]
-        ids = pad(batch).to(model.device)
-        real = pad([torch.ones_like(x) for x in batch]).to(model.device)
+        # Prompts are filled up on the left, so that all answers begin at the same place.
+        ids = pad(batch, padding_side="left").to(model.device)
+        real = pad([torch.ones_like(x) for x in batch], padding_side="left").to(model.device)
         # `generate` adds the model's own settings to those it is given, so they are taken away.
         settings = model.generation_config
         model.generation_config = config
@@ -105,15 +106,6 @@ def answer_all(model, eos: set[int], prompts: list[list[int]], limit: int,
     return [answer_of[number] for number in range(len(prompts))]
 
 
-def read_answer(model, row: dict) -> tuple[tuple[int, ...], list[int]]:
-    """Return the prompt and the answer of a kept line; ValueError for what are no tokens."""
-    ids = row["prompt"] + row["answer"]
-    rows = len(model.get_input_embeddings().weight)
-    if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= rows:
-        raise ValueError(f"it has others than tokens from 0 to {rows - 1}")
-    return tuple(row["prompt"]), row["answer"]
-
-
 def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
                     work: Path) -> list[list[int]]:
     """Collect the model's own greedy answer to each prompt; a file in `work` keeps all answers.
@@ -127,7 +119,7 @@ def collect_answers(model, tokenizer, prompts: list[list[int]], limit: int,
     work.mkdir(parents=True, exist_ok=True)
     path = work / f"answers-{digest(model.state_dict(), limit)}.jsonl"
     with open(path, "a+b") as file:
-        answer_of = dict(read_kept(file, functools.partial(read_answer, model)))
+        answer_of = dict(read_kept(file, lambda row: (tuple(row["prompt"]), row["answer"])))
         todo = [p for p in dict.fromkeys(map(tuple, prompts)) if p not in answer_of]
         answers = generate_answers(model, eos, todo, limit)
         for number, answer in tqdm(answers, "answers", len(todo)):
@@ -171,35 +163,27 @@ def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, work: 
     return data
 
 
-def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work: Path | None, *,
-                     max_new_tokens: int, seed: int,
-                     most: int = 100) -> tuple[Path, list[Pair], list[Pair]]:
+class Lessons(NamedTuple):
+    """Hold what a training learns from."""
+    work: Path  # the folder of answers and checkpoints
+    data: list[Pair]  # to train on
+    held_out: list[Pair]  # to measure by
+
+
+def prepare_training(model, tokenizer, prompts: list[list[int]], out: Path, work: Path | None,
+                     max_new_tokens: int, seed: int, most: int = 100) -> Lessons:
     """Collect what a training learns from, and hold out some of it.
 
     out      the file that the training makes
     work     the folder of answers and checkpoints. None: OUT.work
     most     a tenth of the pairs is held out, but no more than this number
-    returns  the folder, the pairs to train on, and the held-out pairs
 
     The other arguments are those of `collect_pairs`.
     """
     work = work or Path(f"{out}.work")
     data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work, seed)
     few = max(1, min(most, len(data) // 10))
-    return work, data[few:], data[:few]
-
-
-def sample_alike(data: list, batch: int, rng: random.Random, length: Callable) -> list:
-    """Sample `batch` items at random but alike in length, so that little is padding.
-
-    data    all items
-    batch   how many are sampled, or all where there are fewer
-    rng     the generator
-    length  a function that gives an item's length
-    """
-    pool = sorted(rng.sample(data, min(4 * batch, len(data))), key=length)
-    first = min(rng.randrange(0, len(pool), batch), max(0, len(pool) - batch))
-    return pool[first:first + batch]
+    return Lessons(work, data[few:], data[:few])
 
 
 def count_tokens(pair: Pair) -> int:
@@ -207,16 +191,33 @@ def count_tokens(pair: Pair) -> int:
     return len(pair[0]) + len(pair[1])
 
 
-def pad_pairs(pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put pairs into one batch.
+def sample_alike(data: list, batch: int, rng: random.Random, size: Callable = count_tokens) -> list:
+    """Sample `batch` items at random but alike in length, so that little is padding.
 
-    returns  ids [B, T], and bool [B, T - 1], which is true where the next token is of an answer
+    data    all items
+    batch   how many are sampled, or all where there are fewer
+    rng     the generator
+    size    a function that gives an item's length. By default an item is a pair
     """
+    pool = sorted(rng.sample(data, min(4 * batch, len(data))), key=size)
+    first = min(rng.randrange(0, len(pool), batch), max(0, len(pool) - batch))
+    return pool[first:first + batch]
+
+
+def mark_answers(spans: list[tuple[int, int]]) -> torch.Tensor:
+    """Say where the next token of a text is one of its answer.
+
+    spans    for each of B texts where its answer begins, and its length
+    returns  bool [B, T - 1], where T is the largest length
+    """
+    place = torch.arange(1, max(end for _, end in spans))  # of the next token
+    return torch.stack([(place >= begin) & (place < end) for begin, end in spans])
+
+
+def pad_pairs(pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put pairs into one batch, and return ids [B, T] and what `mark_answers` says of them."""
     texts = [torch.tensor(prompt + answer) for prompt, answer in pairs]
-    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    place = torch.arange(1, ids.shape[1])
-    learns = [(place >= len(p)) & (place < len(p) + len(a)) for p, a in pairs]
-    return ids, torch.stack(learns)
+    return pad(texts), mark_answers([(len(p), len(p) + len(a)) for p, a in pairs])
 
 
 def read_answers(model, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,8 +249,18 @@ class Text(NamedTuple):
     length: int  # of the prompt
 
 
-def compute_features(model, data: list[tuple[list[int], list[int]]],
-                     taps: list[int] | None) -> list[Text]:
+def pad_texts(texts: list[Text]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Put texts into one batch on the device of their features.
+
+    returns  ids [B, T], features [B, T, f], and what `mark_answers` says of the texts
+    """
+    features = pad([text.features for text in texts])
+    learns = mark_answers([(text.length, len(text.ids)) for text in texts])
+    ids = pad([text.ids for text in texts])
+    return ids.to(features.device), features, learns.to(features.device)
+
+
+def compute_features(model, data: list[Pair], taps: list[int] | None) -> list[Text]:
     """Run the target over pairs of a prompt and its answer.
 
     taps   the layers whose inputs are the features. None: the features are what the LM head reads
@@ -270,7 +281,7 @@ def read_texts(model, texts: list[list[int]], taps: list[int] | None = None) -> 
     states = {}
     for numbers in split_by_tokens(texts, 0):
         rows = [torch.tensor(texts[number]) for number in numbers]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+        ids = pad(rows).to(model.device)
         seen = []
         with torch.autocast(model.device.type, enabled=False), tap_layers(model, taps, seen):
             model.get_decoder()(input_ids=ids, use_cache=False)
@@ -278,6 +289,19 @@ def read_texts(model, texts: list[list[int]], taps: list[int] | None = None) -> 
             # A copy, since a part of a tensor keeps all of it in memory.
             states[number] = x[:len(row)].to(torch.bfloat16, copy=True)
     return [states[number] for number in range(len(texts))]
+
+
+def measure_right(model, data: list[Pair]) -> float:
+    """Measure how often a model's likeliest token is the next one of an answer.
+
+    returns  for which share of the tokens of all answers it is right
+    """
+    head, right = model.get_output_embeddings(), []
+    for (prompt, answer), x in zip(data, read_texts(model, [p + a[:-1] for p, a in data])):
+        # Scaling and capping of logits would leave the likeliest token as it is.
+        best = head(x[len(prompt) - 1:].to(model.dtype)).argmax(-1)
+        right.append(best.cpu() == torch.tensor(answer))
+    return torch.cat(right).float().mean().item()
 
 
 def compute_frozen(compute: Callable, data: list[Pair], width: int) -> tuple[Callable, float]:

@@ -24,8 +24,7 @@ from typing import Callable
 from support.engine import tap_layers
 from support.parts import Part
 from training.loop import evaluate, fit_part, warm_linear
-from training.texts import compute_features, count_tokens, pad_pairs, sample_alike
-from training.settings import Pair
+from training.texts import Lessons, compute_features, pad_pairs, sample_alike
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +32,7 @@ from transformers import DynamicCache
 
 
 @torch.no_grad()
-def read_target(model, taps: list[int] | None,
-                ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_target(model, taps: list | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the frozen target over texts [B, T] that were padded at their ends.
 
     returns  what is tapped [B, T, t], where t is the width of all taps, and what the target's LM
@@ -103,9 +101,8 @@ def unroll_loss(draft: Part, score: Callable, ids: torch.Tensor, features: torch
     return total
 
 
-def fit_unrolled(draft: Part, model, data: list[Pair], held_out: list[Pair],
-                 score_target: Callable, score: Callable, *, batch: int, passes: int,
-                 **how) -> None:
+def fit_unrolled(draft: Part, model, lessons: Lessons, score_target: Callable, score: Callable, *,
+                 batch: int, passes: int, **how) -> None:
     """Train a draft beside a frozen model by the training-time test.
 
     draft         the draft, of EAGLE-3 or MTP
@@ -116,14 +113,14 @@ def fit_unrolled(draft: Part, model, data: list[Pair], held_out: list[Pair],
 
     The other arguments are those of `fit_part`.
     """
-    texts = compute_features(model, held_out, draft.taps)
+    texts = compute_features(model, lessons.held_out, draft.taps)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
-        pairs = sample_alike(data, batch, rng, count_tokens)
+        pairs = sample_alike(lessons.data, batch, rng)
         ids, answers = (x.to(model.device) for x in pad_pairs(pairs))
         features, hidden = read_target(model, draft.taps, ids)
         learns, probs = choose_lessons(draft, ids, answers, hidden, score_target)
         return unroll_loss(draft, score, ids, features, learns, probs, passes)
     # Each value of a gradient is cut to ± 0.5, as in EAGLE's released code.
-    fit_part(draft, model, (batch, passes), data, held_out, loss_of, lambda: evaluate(draft, texts),
+    fit_part(draft, model, (batch, passes), lessons, loss_of, lambda: evaluate(draft, texts),
              rate=warm_linear, max_norm=math.inf, max_value=0.5, **how)
