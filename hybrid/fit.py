@@ -21,7 +21,6 @@ from hybrid.ngrams import SEEN, SOURCES, NGrams, mix_entries
 from support.engine import MODELS, EngineLM, depth_of, vocab_size
 from support.layers import tap_widths
 from support.parts import save_facts, score_with
-from support.released import some_weights
 from survey.recycling import Successors
 from survey.rest import BEGIN, BOUNDARY, DATASTORE, Datastore, as_text, as_tokens, load_datastore
 from training.texts import collect_pairs
@@ -229,6 +228,5 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     trust = fit_trust(chains, CLASSES)
     by_ngrams = [mix_entries(found, trust) for found in entries]
     pools = {kind: fit_pool(tokens, p, by_ngrams) for kind, p in guessed.items()}
-    fingerprints = {kind: some_weights(part.part) for kind, part in parts.items()}
-    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools, parts=fingerprints)
+    save_facts(out, {"model": model}, trust=trust, pools={"none": []} | pools)
     print(f"{len(tokens):,} tokens; c, a and b of each part: {pools}")

@@ -14,7 +14,6 @@ from typing import Sequence
 from common import KVCache
 from support.engine import MODELS, EngineLM, depth_of, require
 from support.parts import load_facts, logits_of
-from support.released import is_head
 from support.trees import rank_tokens
 from survey.dflash import load_draft, run_block
 from survey.eagle import LEVELS, Pairs, feed
@@ -173,7 +172,10 @@ GUESSES = ("none", *KINDS)
 
 def load_guesser(target: EngineLM, guess: str, adapter: str, facts: dict,
                  trust: str) -> Trained | None:
-    """Load the trained part that guesses. InputError unless the trust was fitted for this part.
+    """Load the trained part that guesses. InputError unless the trust was fitted for its kind.
+
+    For another part of this kind than the one that was measured the chances are less true. Then
+    trees are worse, and the text is the same.
 
     facts    what `load_trust` read
     trust    its file, for the message of the error
@@ -186,11 +188,7 @@ def load_guesser(target: EngineLM, guess: str, adapter: str, facts: dict,
         return None
     # Without a file, an MTP block is that of the target's own files.
     path = adapter if guess == "mtp" else adapter or f"{MODELS}/{guess}.safetensors"
-    trained = KINDS[guess](target, guess, path)
-    known = facts["parts"].get(guess)
-    require(known is not None and is_head(known, trained.part), "trust",
-            f"a file that was fitted for this part of {guess}", f"{trust!r}, for another one")
-    return trained
+    return KINDS[guess](target, guess, path)
 
 
 def load_trust(path: str, model) -> dict:
@@ -198,13 +196,12 @@ def load_trust(path: str, model) -> dict:
 
     path     the file
     model    the model that the file must be for
-    returns  a dictionary with "trust", as for `NGrams`, "pools", {guess: what `fit_pool` of fit.py
-             returned}, and "parts", {guess: the part's fingerprint}. InputError if the file is
-             damaged, or for another model
+    returns  a dictionary with "trust", as for `NGrams`, and "pools", {guess: what `fit_pool` of
+             fit.py returned}. InputError if the file is damaged, or for another model
     """
     expected = "a file that `python -m hybrid fit` made for this model"
     return load_facts(path, {"model": model}, expected, lambda facts: {
-        name: facts[name] for name in ("trust", "pools", "parts")})
+        name: facts[name] for name in ("trust", "pools")})
 
 
 def pool_chances(guessed: dict[int, float], chances: dict[int, float],

@@ -384,19 +384,3 @@ def load_dflash(path: str | Path, title: str, model, make: Callable[[dict], Part
     draft.head = take_own(draft.head, tensors, "lm_head.weight", path, len(vocab))
     fill(draft.trainable(), tensors, path)
     return match_type(draft, model)
-
-
-# ------------------------------------------------------------------------------- which head it is
-
-def some_weights(part: torch.nn.Module) -> list[float]:
-    """Take the fingerprint of a head: the first 8 numbers of each tensor that can be trained."""
-    trained = [p for p in part.parameters() if p.requires_grad]
-    numbers = torch.cat([plain(p).detach().flatten()[:8].float().cpu() for p in trained])
-    return [float(f"{x:.4g}") for x in numbers.tolist()]
-
-
-def is_head(fingerprint: list[float], part: torch.nn.Module) -> bool:
-    """Tell whether a fingerprint, which `some_weights` took of a head, is of this head."""
-    there, here = torch.tensor(fingerprint), torch.tensor(some_weights(part))
-    # Either head may have been loaded in a half type, whose numbers are rounded.
-    return there.shape == here.shape and torch.allclose(there, here, rtol=0.02, atol=1e-6)

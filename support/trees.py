@@ -3,7 +3,6 @@
     Acceptance     learns how often the guess of each rank is right, while a method decodes
     best_tree      plans the tree of the nodes that are likeliest to be accepted
     rank_tokens    gives the likeliest tokens of logits
-    fill_plan      puts tokens into a planned tree
     Growth         grows a tree by a draft's own probabilities
 
     rank      of a node among its siblings. The likeliest guess has rank 0
@@ -23,7 +22,7 @@ on the accepted nodes:
 """
 import heapq
 from itertools import accumulate
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -112,31 +111,6 @@ def rank_tokens(logits: torch.Tensor, vocab: torch.Tensor) -> tuple[list, list]:
     # Both come from a GPU at once. A double holds every token exactly.
     tokens, chances = torch.stack([vocab[best.indices].double(), best.values.double()]).cpu()
     return tokens.long().tolist(), chances.tolist()
-
-
-def fill_plan(plan: list[Node], root: int, guess: Callable) -> tuple[list[int], list[int]]:
-    """Put tokens into a planned tree.
-
-    A node for which there is no guess of its rank is left out, with all nodes below it.
-
-    plan      the nodes of the planned tree, the root first
-    root      the token of node 0
-    guess     guess(node, token) gives the guesses for a planned node after its parent's token, the
-              likeliest first
-    returns   ids and parents of the nodes that are kept
-    """
-    ids, parents = [root], [-1]
-    built = {0: 0}  # for each planned node that is kept its number in the tree
-    for i, node in enumerate(plan[1:], 1):
-        if node.parent not in built:
-            continue
-        parent = built[node.parent]
-        guesses = guess(node, ids[parent])
-        if node.rank < len(guesses):
-            built[i] = len(ids)
-            ids.append(guesses[node.rank])
-            parents.append(parent)
-    return ids, parents
 
 
 class Growth:

@@ -35,7 +35,7 @@ from typing import Iterator
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
 from support.engine import EngineLM, log_round
-from support.trees import Acceptance, Node, best_tree, fill_plan
+from support.trees import Acceptance, Node, best_tree
 
 import torch
 
@@ -76,9 +76,21 @@ class Successors:
     def fill(self, root: int, planned: list[Node]) -> tuple[list[int], list[int]]:
         """Put tokens of M into a planned tree.
 
-        The arguments, and what is returned, are those of `fill_plan` in trees.py.
+        root      the token of node 0
+        planned   the nodes, the root first. A node for which M has no token of its rank is left
+                  out, with all nodes below it
+        returns   ids and parents of the nodes that are kept
         """
-        return fill_plan(planned, root, lambda node, token: self.rows.get(token, []))
+        ids, parents = [root], [-1]
+        built = {0: 0}  # for each planned node that is kept its number in the tree
+        for i, node in enumerate(planned[1:], 1):
+            parent = built.get(node.parent)
+            row = [] if parent is None else self.rows.get(ids[parent], [])
+            if node.rank < len(row):
+                built[i] = len(ids)
+                ids.append(row[node.rank])
+                parents.append(parent)
+        return ids, parents
 
 
 def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,

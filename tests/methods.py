@@ -29,7 +29,7 @@ from helpers import tokens_of
 from hybrid import hybrid
 from support.engine import EngineLM
 from support.layers import make_config
-from support.released import describe_dflash, some_weights
+from support.released import describe_dflash
 from survey import (another_tokenizer, cascade, dflash, draft_verify, eagle, eagle3, early_exit,
                     layerskip, lossy, masks, medusa, mtp, online, recycling, rest, sequoia,
                     several_drafts, triforce)
@@ -90,8 +90,7 @@ def own_pool(model) -> ouroboros.NgramPool:
 
 def trusting(model, part=None, kind: str = "none") -> Callable:
     """Prepare what the hybrid reads: a datastore, trust, and a part's guesses."""
-    known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5]},
-             "parts": {kind: some_weights(part.requires_grad_())} if part else {}}
+    known = {"trust": [[[0.5] * 3] * 5] * 3, "pools": {"none": [], kind: [3.0, 0.5, 0.5]}}
     store = own_store(model)
     return lambda lm, *_: {(rest.load_datastore, ("store", lm.model)): store,
                            (hybrid.load_trust, ("trust", lm.model)): known,

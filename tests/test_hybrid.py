@@ -23,7 +23,6 @@ from methods import FILES, METHODS, trusting
 from support.clock import Clock
 from support.engine import EngineLM
 from support.parts import save_trained
-from support.released import is_head
 from support.trees import RANKS
 from survey.medusa import Heads
 from survey.mtp import MTPBlock
@@ -239,8 +238,7 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fit_module, "replay_answers", replay)
     store, most = str(tmp_path / "store"), dict(max_new_tokens=12)
     build(model, WORDLESS, [*prompts, [3, 1, 4]], out=tmp_path / "store", **most)
-    for name, K in ("hydra.safetensors", 2), ("other", 3):
-        save_trained(tmp_path / name, Heads(model, "hydra", K), model)
+    save_trained(tmp_path / "hydra.safetensors", Heads(model, "hydra", 2), model)
     how = dict(work=tmp_path, datastore=store, adapters=tmp_path) | most
     fit(model, WORDLESS, prompts, out=first, **how)
     assert "mtp is left out: " in capsys.readouterr().err
@@ -252,11 +250,8 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch, capsys):
     assert stores == [[1, 4, *answer, -1]] * 2 and known["trust"] == trust
     pools = {"none": []} | dict.fromkeys(("hydra", "mtp"), fit_pool("xy", guessed, chances))
     assert known["pools"] == pools and load_trust(first, model)["pools"].keys() == {"none", "hydra"}
-    assert is_head(known["parts"]["mtp"], MTPBlock(model))  # of the target's own files: path ""
-    how = dict(trust=file, adapter=tmp_path / "other", datastore=store)
-    for guess, said in (("dflash", "--guess must be one that .* was fitted for, got dflash"),
-                        ("hydra", "--trust must be a .* fitted for this part of hydra, got")):
-        check_refused(said, next, hybrid(EngineLM(model), [1], guess=guess, **how))
+    check_refused("--guess must be one that .* was fitted for, got dflash", next,
+                  hybrid(EngineLM(model), [1], guess="dflash", trust=file, datastore=store))
 
 
 def test_a_part_is_replayed_in_rounds():

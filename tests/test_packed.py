@@ -19,7 +19,7 @@ from support.engine import EngineLM
 from support.layers import share_weights, take_layers
 from support.packed import Blocks, PackedLinear, is_packed, list_types, pack, plain, unpack
 from support.parts import head_for, match_type
-from support.released import describe_dflash, some_weights
+from support.released import describe_dflash
 from survey.dflash import BlockDraft
 from survey.eagle import EagleLayer
 from survey.medusa import Heads
@@ -274,13 +274,12 @@ def test_parts_read_the_blocks_of_their_model(every_weight, tied):
 
 
 def test_what_is_made_of_a_packed_model(every_weight):
-    """A head is packed if its model is, and has the same fingerprint. One of few tokens has their
-    rows. Layers that are taken are the model's, and a merged change of low rank is packed anew."""
+    """A head is packed if its model is. One of few tokens has their rows. Layers that are taken are
+    the model's, and a merged change of low rank is packed anew."""
     model = tiny("llama")
     ours = pack(deepcopy(model))
     heads = [match_type(layer(), x) for x in (model, ours)]
     assert [type(head) for head in heads] == [Linear, PackedLinear]
-    assert some_weights(heads[0]) == some_weights(heads[1])
     assert torch.equal(head_for(heads[1], torch.tensor([7, 0])).weight, heads[0].weight[[7, 0]])
     taken = [take_layers(x, [1]) for x in (model, ours)]
     for ours_x, x in zip(taken[1].parameters(), taken[0].parameters(), strict=True):

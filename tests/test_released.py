@@ -15,7 +15,7 @@ from families import tiny
 from heads import attend, norm
 from helpers import CLOSE, check_refused, note_calls, take
 from support.engine import EngineLM
-from support.released import is_head, read_files, some_weights
+from support.released import read_files
 from survey import dflash, eagle, eagle3, medusa
 
 TEXT = [31, 4, 159, 26, 535, 89, 793, 238, 46, 264, 33, 83]
@@ -173,8 +173,6 @@ def test_a_layer_computes_the_released_formula(tmp_path, embedded, name):
     close(lm.forward(draft.join(*eagle.Pairs(lm.features[-1:], [7]))), expected[-1:])
     close(lm.features, b[-1:])
     assert draft.vocab.tolist() == [*range(0, V, V // len(draft.vocab))]
-    for scale in (1.01, 1.1):
-        assert is_head([x * scale for x in some_weights(draft)], draft) == (scale < 1.05)
     assert draft.config.max_position_embeddings == model.config.max_position_embeddings
 
 
