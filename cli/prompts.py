@@ -19,7 +19,7 @@ from transformers.utils import chat_template_utils
 
 from common import InputError, eos_ids, until
 from support.engine import MODELS, require
-from support.files import explain, explain_errors
+from support.files import explain_errors, shorten
 from training.settings import Pair
 
 # The date that chat templates write into what a command learns from. With the date of the day a
@@ -100,7 +100,7 @@ def read_lines(path: str | Path, parse: Callable, expected: str) -> list[dict]:
         if not rows:
             raise ValueError("nothing is in it")
     except Exception as error:  # json and a line of another form raise errors of many kinds
-        raise ArgumentTypeError(f"expected {expected}, got {where!r}: {explain(error)}") from error
+        raise ArgumentTypeError(f"expected {expected}, got {where!r}: {shorten(error)}") from error
     return rows
 
 

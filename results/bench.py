@@ -24,9 +24,10 @@ import json
 import shlex
 import sys
 import time
+import timeit
 from collections import defaultdict
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -292,10 +293,10 @@ class Bench:
         # Medusa's option `heads` and the hybrid's option `guess` say which file it is.
         kind = every.get("heads") or every.get("guess") or method.__name__
         adapter = self.args.adapters / f"{kind}.safetensors"
-        # Without a file an MTP block is that of the target's own files, as in `hybrid fit`. The
-        # file in models/, the default folder, is the embedded target's, and stands for its own.
-        own = kind == "mtp" and (self.args.adapters == ROOT / "models" or not adapter.exists())
-        if every.get("adapter") == "" and kind != "none" and not own:
+        # Without --adapter, mtp reads the block of the target's own files, and for the embedded
+        # target that of models/. So it gets one only if --adapters is another folder with a block.
+        another = adapter.exists() and self.args.adapters.resolve() != ROOT / "models"
+        if every.get("adapter") == "" and kind != "none" and (kind != "mtp" or another):
             files["adapter"] = adapter.name
         return {name: str(self.args.adapters / Path(file).name)
                 for name, file in files.items()} | options
@@ -336,19 +337,15 @@ class Bench:
         read = [x.nbytes for x in model.parameters() if x is not table.weight or x is head.weight]
         read += [x[:, :, :lm.length].nbytes for pair in lm.cache.layers.values() for x in pair]
         x, y = torch.ones(2, 2 ** 28, dtype=torch.uint8, device=model.device)
-        copies = []
-        for _ in range(5):
-            began = time.perf_counter()
-            y.copy_(x)
-            torch.get_device_module(x.device).synchronize()
-            copies.append(time.perf_counter() - began)
+        wait = torch.get_device_module(x.device).synchronize
+        copies = timeit.repeat(lambda: (y.copy_(x), wait()), number=1, repeat=5)
         return sum(read) / seconds / (2 * x.nbytes / min(copies))
 
-    def graded(self, outputs: list[list[int]]) -> list[bool]:
+    def grade(self, outputs: list[list[int]]) -> list[bool]:
         """Grade the answers to all prompts, which are tasks: return whether each is right."""
-        texts = [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs]
-        return [tasks.grade(self.examples[tuple(prompt)], text)
-                for (_, prompt), text in zip(self.pairs, texts)]
+        texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        examples = [self.examples[tuple(prompt)] for _, prompt in self.pairs]
+        return [*map(tasks.grade, examples, texts)]
 
     def measure(self, runs: dict) -> "Results":
         """Run every method on every prompt in each round, after a few prompts to warm up.
@@ -455,14 +452,16 @@ def choose_lines(args: argparse.Namespace) -> list[str]:
 def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     """Make the line of a method in the table: a cell under each head."""
     per_call, ratios = results.per_call(method), results.ratios(method, AR)
+    calls, rows = sum(results.sums(method, "calls")), results.per_call(method, "rows")
     total, target, draft = (results.per_token(method, x) for x in ("total", "target", "draft"))
     log = [record for some in results.counts[method] for _, x in some for record in x.log]
     # How many layers ran one after the other. A method whose calls run all layers logs no number.
     layers = (sum(record.get("layers", 0) for record in log)
-              or depth_of(bench.target) * sum(results.sums(method, "calls")))
+              or depth_of(bench.target) * calls)
+    guesses = sum(record.get("guessed", 0) for record in log) / calls
     cells = {"method": method, "tokens per target call": f"{per_call:.2f}",
-             "rows a call": f"{results.per_call(method, 'rows'):.1f}",
-             "guesses a call": f"{mean(x.get('guessed', 0) for x in log or [{}]):.1f}",
+             "rows a call": f"{rows:.1f}" if rows else "",  # `generate` does not count them
+             "guesses a call": f"{guesses:.1f}" if guesses else "",
              "target layers a token": f"{layers / sum(results.sums(method, 'tokens')):.1f}",
              "tokens/s": f"{median(results.speeds(method)):.0f}",
              "x AR": f"{median(ratios):.2f}", "range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
@@ -475,7 +474,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     cells["of the bandwidth"] = f"{share:.0%}" if share else ""
     cells["output as AR's"] = results.same(method, AR)
     if bench.examples:
-        right = bench.graded([count.output for _, count in results.counts[method][0]])
+        right = bench.grade([count.output for _, count in results.counts[method][0]])
         cells["right answers"] = f"{sum(right)} of {len(right)}"
     return cells
 

@@ -47,9 +47,9 @@ class Costs:
         self.sums = [0.0] * 5  # of 1, rows, seconds, rows², and rows · seconds, of all notes
 
     def note(self, rows: float, seconds: float) -> None:
-        """Add a note that rows took so many seconds. At most twice the line's seconds count."""
+        """Add a note. A time above twice the line's counts as twice: something else ran then."""
         a, b = self.line()
-        seconds = min(seconds, 2 * (a + b * rows)) if a > 0 else seconds
+        seconds = min(seconds, 2 * (a + b * rows)) if a + b * rows > 0 else seconds
         new = 1.0, rows, seconds, rows * rows, rows * seconds
         self.sums = [FADE * old + x for old, x in zip(self.sums, new)]
 

@@ -111,18 +111,17 @@ def tap_layers(model, taps: list[int] | None, seen: list):
 
 
 class EngineLM(RecurrentLM):
-    """Be a CachedLM for methods that read features, for recurrent layers, and for runs that are
-    timed.
+    """Be a CachedLM that keeps features, runs recurrent layers and times its passes.
 
     Each pass waits for the GPU, or it would end before the GPU does.
 
-    features         [n, d], what the LM head read of the rows of the last call, or what `taps`
-                     says. After `start`: of all tokens of the text
-    whole            the features of the context's tokens, where they are kept
+    features         [n, d], what the LM head read of the rows of the newest pass, or with `taps`
+                     what entered these layers. After `start`: of all tokens of the context
+    whole            the features of the context. After `start` they grow only if `keeps` is set
     taps             numbers of layers, whose inputs are the features, as `start` is given them.
                      None: the features are what the LM head read
     passes           for each pass its rows, how many of them the LM head read, and its seconds
-    setup_seconds    of what `once` made: of files that are read
+    setup_seconds    the seconds that `once` has taken, mostly to read files
     memo             what `once` made, by function, arguments and key. A method that writes the text
                      of another model, such as a tuned one, keeps that model here as "writer"
     dtype            the model's type, which must stay as it is
@@ -136,6 +135,7 @@ class EngineLM(RecurrentLM):
         self.taps, self.passes, self.setup_seconds = None, [], 0.0
         self.memo, self.dtype = {}, self.weight.dtype
         self.whole, self.fed = None, []  # fed: the features of each pass since the last commit
+        self.starting = False
 
     def start(self, ids: list[int], taps: list[int] | None = None) -> None:
         """Cache a context as CachedLM does, and keep the features of all its tokens."""
@@ -147,7 +147,9 @@ class EngineLM(RecurrentLM):
             kept = [*alike, False].index(False)  # how many tokens both texts begin with
         if kept == 0:
             self.taps, self.whole = taps, None
+        self.starting = True
         super().start(ids, kept)
+        self.starting = False
         self.features = self.weight[:0] if self.whole is None else self.whole[:len(ids)]
 
     def forward(self, ids, parents: list[int] | None = None, **options) -> torch.Tensor:
@@ -164,10 +166,9 @@ class EngineLM(RecurrentLM):
     def commit(self, path: list[int]) -> None:
         first = self.length
         super().commit(path)
-        # `start` returns with the features of the context, so they are kept while it runs. Its
-        # passes give no logits, and so `places` is empty then. In rounds features are kept only if
-        # the next text may begin with this one.
-        if path and (self.keeps or not self.places):
+        # The features of a prompt are kept, since `start` returns with them. Those of rounds are
+        # kept only if the next text may begin with this one.
+        if path and (self.keeps or self.starting):
             known = [] if self.whole is None else [self.whole[:first]]
             self.whole = torch.cat([*known, torch.cat(self.fed)[list(path)]])
 

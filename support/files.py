@@ -7,7 +7,6 @@
     check_file     refuses a pointer of git-lfs that lies in the place of the file itself
     ask_hub        refuses a hub id whose files are not here, if the hub cannot be reached
     shorten        puts an error or a message on one short line
-    explain        does the same with an error that a reader of a file has raised
     explain_errors  names the file in one line, in place of any error in reading or writing it
     read_json      reads a JSON file
     read_kept      reads the lines of JSON that a stopped run has kept
@@ -131,11 +130,6 @@ def shorten(said, most: int = 300) -> str:
     return f"{line[:most * 2 // 3]} … {line[-most // 3:]}"
 
 
-def explain(error: Exception) -> str:
-    """Put an error of a reader on one line. The text of a KeyError is only the missing key."""
-    return f"it has no {error}" if isinstance(error, KeyError) else shorten(error)
-
-
 @contextmanager
 def explain_errors(expected: str, path: str | Path):
     """Turn any error in reading or writing a file into an InputError, which names the file.
@@ -147,8 +141,9 @@ def explain_errors(expected: str, path: str | Path):
     """
     try:
         yield
-    except Exception as error:
-        raise InputError(f"expected {expected}, got {str(path)!r}: {explain(error)}") from error
+    except Exception as error:  # the text of a KeyError is only the missing key
+        said = f"it has no {error}" if isinstance(error, KeyError) else shorten(error)
+        raise InputError(f"expected {expected}, got {str(path)!r}: {said}") from error
 
 
 def read_json(path: str | Path):

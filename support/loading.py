@@ -2,7 +2,10 @@
 
     load            gives a model and its tokenizer, or one line that names the mistake
     check           refuses a model by numbers: a tree must give the logits of its paths
-    load_checked    loads as `load` does, and tells which file is at fault where loading fails
+    load_checked    loads as `load` does, and tells which file is at fault if loading fails
+
+common.py has a shorter `load`. This one also finds lost, quantised and misshapen weights, and lets
+numbers decide whether the masks of a model work.
 """
 import re
 import sys
@@ -39,10 +42,6 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **options)  # weights of a wrong size are reported below
         model.to(device)
-        listed = model.generation_config.eos_token_id  # which transformers does not check
-        kinds = {*map(type, listed if isinstance(listed, list) else [listed])}
-        if not kinds <= {int, type(None)}:
-            raise ValueError(f"eos_token_id must be a token's id or a list of ids, not {listed!r}")
     wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
     if not hasattr(model, "is_quantized"):  # transformers marks what it can read
         wrong += list_lost(model, found["unexpected_keys"])

@@ -45,7 +45,7 @@ class Blocks(Parameter):
     """A weight in blocks, which only PackedLinear reads. A copy of it is an ordinary weight.
 
     Its size, its type and the like can be asked for. All else raises an InputError, since a write
-    could spare the padding of the blocks, or change a copy that nobody reads.
+    might miss the padding of the blocks, or change a copy that nobody reads.
 
     inside    the blocks, a tensor that oneDNN multiplies by
     table     the embeddings whose numbers these are too. A copy of both is one weight again. None:
@@ -70,9 +70,9 @@ class Blocks(Parameter):
 class Table(Parameter):
     """Embeddings whose numbers are in the blocks of an LM head too.
 
-    Elsewhere PyTorch does not count what is written through `data`. Here it does.
+    PyTorch does not count writes through `data`. Here `data` shares the counter of the weight.
 
-    replaced   how often `data` was set, which does not count either
+    replaced   how often `data` was set to another tensor, which the counter misses
     """
     replaced = 0
 
@@ -82,8 +82,8 @@ class Table(Parameter):
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
+        self.replaced += new is not self  # Module.to sets a weight to itself if nothing moves
         Parameter.data.__set__(self, new)
-        self.replaced += 1
 
     def count_writes(self) -> int:
         """Count the writes to the embeddings so far."""

@@ -74,8 +74,7 @@ def save_part(path: Path, kind: str, model, tensors: dict[str, torch.Tensor], **
     """
     kept = {}
     for name, x in (tensors | {"model": some_embeddings(model)}).items():
-        dtype = torch.bfloat16 if x.is_floating_point() else x.dtype
-        kept[name] = x.detach().cpu().to(dtype)
+        kept[name] = (x.bfloat16() if x.is_floating_point() else x).detach().cpu()
     facts = {"part": json.dumps({"kind": kind} | header)}
     write_whole(path, lambda fresh: save_file(kept, fresh, facts))
 
@@ -142,7 +141,7 @@ def seeded(seed: int):
 class Part(torch.nn.Module):
     """This is a module that is trained beside a frozen model, such as a head.
 
-    Another class, such as `Tuned` of low_rank.py, counts as a part too if it has `title`,
+    Another class, such as `Tuned` of low_rank.py, counts as a part too if it has `title`, `vocab`,
     `trainable()`, `parameters()` and `header()`.
 
     title   what it is, in words that an error message can use
@@ -165,7 +164,7 @@ class LayerPart(Part):
     """This is a part whose `lm` is a model of one layer, which reads tokens beside features."""
 
     def borrow(self, model) -> None:
-        """Let `lm` use the embeddings and the LM head of a model, which is frozen."""
+        """Let `lm` use the embeddings and the LM head of a model, and freeze the model."""
         model.requires_grad_(False)
         head = model.get_output_embeddings()
         self.to(model.device)
@@ -177,6 +176,10 @@ class LayerPart(Part):
         """Guess only the tokens of `vocab`, whose rows the new LM head has in this order."""
         self.vocab = self.vocab[vocab]
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
+
+    def to_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn what `lm` gives into logits. A Llama neither scales nor caps, as a target may."""
+        return x
 
     def embed(self, tokens) -> torch.Tensor:
         """Return the embeddings [..., e] of tokens [...], a list or a tensor."""
@@ -218,7 +221,7 @@ def load_trained(path: str | Path, title: str, model, make: Callable[[dict], Par
 
 
 def match_type(part: torch.nn.Module, model):
-    """Give the weights of a part the type of a model, pack them if it is packed, and return it.
+    """Give a part's weights the type of a model. Pack them if the model is packed. Return the part.
 
     Buffers keep theirs. Rotary frequencies would lose most of their digits in bfloat16.
     """

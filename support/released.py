@@ -5,7 +5,7 @@ tensors tell what kind of head it is, since configurations say it in many ways o
 
     kind        a name by which it is known                            read by
     EAGLE-3     midlayer.hidden_norm.weight, or with layers.0          eagle3.py
-    Medusa      0.0.linear.weight, of head 0                           medusa.py
+    Medusa      0.0.… or 0.1.…, of head 0                              medusa.py
     DFlash      hidden_norm.weight                                     dflash.py
     EAGLE       fc.weight, and none of the others'                     eagle.py
 
@@ -91,7 +91,7 @@ def read_files(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
     config = read_json(find_file(path, ["config.json"]))
     if config.get("transformer_layer_config"):  # the package speculators writes nested ones
         layer = {name: x for name, x in config["transformer_layer_config"].items() if x is not None}
-        # If such a configuration does not say whether the residual stream is normed, it is.
+        # If such a file does not say norm_before_residual, it means true.
         config = {"norm_before_residual": True} | config | layer
     files = [find_file(path, WEIGHTS)]
     if files[0].name.endswith(".index.json"):
@@ -119,10 +119,10 @@ def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
     with explain_errors("a trained file, or a directory or hub id with config.json and weights",
                         path):
         config, tensors = read_files(path)
-    found = [name for name, pattern in KINDS.items()
-             if any(re.fullmatch(pattern, tensor) for tensor in tensors)]
-    found.append("a file without a head that is known here")
-    require(found[0] == kind, "adapter", kind, f"{path!r}, {found[0]}")
+    found = next((name for name, pattern in KINDS.items()
+                  if any(re.fullmatch(pattern, tensor) for tensor in tensors)),
+                 "a file without a head that is known here")
+    require(found == kind, "adapter", kind, f"{path!r}, {found}")
     return config, tensors
 
 
@@ -135,7 +135,7 @@ def read_layer_config(path: str, config: dict, model, kind: type = LlamaConfig,
     path     the head's, for messages
     config   its own configuration
     model    the target, whose texts may be longer than those that the head was trained on
-    kind     the class of configurations that it is of
+    kind     the configuration's class
     more     other settings that are read, such as the number of layers, which is 1 otherwise
     returns  the configuration. InputError for rotary positions that are not computed here, and for
              settings that describe no layer
@@ -264,17 +264,21 @@ def read_dflash(config: dict, model) -> Form:
         settings["use_sliding_window"] = False
     layers = read_layer_config("config.json", settings, model, Qwen3Config, DFLASH)
     layers._attn_implementation = "grouped"  # the attention of support/engine.py
-    causal = settings.get("is_causal", settings.get("causal"))
-    slides = not settings.get("sliding_window_non_causal") if causal is None else causal
+    causal = settings.get("is_causal", settings.get("causal"))  # None: the file does not say
+    looks_back = causal  # whether rows of sliding layers see no later ones
+    if causal is None:
+        looks_back = not settings.get("sliding_window_non_causal")
     window = layers.sliding_window or math.inf
     sees = {"full_attention": (0 if causal else -math.inf, math.inf),
-            "sliding_attention": (0 if slides else 1 - window, window)}
+            "sliding_attention": (0 if looks_back else 1 - window, window)}
     root_guesses = any(settings.get(name) for name in (
         "sample_from_anchor", "query_zero_predicts_next", "shift_label"))
-    form = Form(layers, listed, settings["block_size"], settings["mask_token_id"],
-                0 if root_guesses else 1, sees, settings.get("input_embedding_scale") or 1.0,
-                settings.get("output_multiplier") or 1.0,
-                settings.get("final_logit_softcapping") or 0.0, settings.get("markov_rank") or 0)
+    form = Form(layers=layers, listed=listed, rows=settings["block_size"],
+                mask=settings["mask_token_id"], first=0 if root_guesses else 1, sees=sees,
+                scale=settings.get("input_embedding_scale") or 1.0,
+                multiplier=settings.get("output_multiplier") or 1.0,
+                cap=settings.get("final_logit_softcapping") or 0.0,
+                rank=settings.get("markov_rank") or 0)
     check_dflash(settings, form, model)
     return form
 
@@ -317,8 +321,8 @@ def fill_layer(draft: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]
     returns     the layer. InputError if tensors are missing or unknown, or if the embeddings are of
                 another model
     """
-    # A released head reads rows of the table as they are, also where its target scales them.
-    table = torch.nn.Embedding.from_pretrained(draft.lm.get_input_embeddings().weight)
+    # A released head reads rows of the table as they are, even if its target scales them.
+    table = torch.nn.Embedding.from_pretrained(draft.lm.get_input_embeddings().weight.detach())
     own = take_own(table, tensors, "embed_tokens.weight", path, width=draft.config.hidden_size)
     draft.lm.set_input_embeddings(own)
     fill(parameters, tensors, path)

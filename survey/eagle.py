@@ -58,7 +58,7 @@ from support.clock import MOST, Choice, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round
 from support.layers import make_config
 from support.loading import check
-from support.parts import LayerPart, load_trained, score_with, seeded
+from support.parts import LayerPart, load_trained, logits_of, score_with, seeded
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Growth, best_tree
 from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
@@ -116,6 +116,7 @@ class EagleLayer(LayerPart):
         lm.model.norm = torch.nn.Identity()  # a feature comes after the final norm
         self.lm = check(lm)
         self.borrow(model)
+        self.to_logits = logits_of(model)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return what is trained and kept in a file, by the names of released files."""
@@ -233,7 +234,7 @@ def grow_eagle(draft: EagleLayer, lm: EngineLM, unfed: list[Pairs], root: int, n
             logits = lm.forward(inputs, [row_of[x] for x in above])
             row_of |= zip(expanded, range(rows, len(lm.parents)))
             feature_of |= zip(expanded, lm.features)
-        tree.add_level(expanded, logits, draft.vocab)
+        tree.add_level(expanded, draft.to_logits(logits), draft.vocab)
     lm.truncate(lm.length)  # rows that read guessed features never join the context
     return tree.finish()
 

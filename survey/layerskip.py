@@ -118,8 +118,8 @@ def self_speculate(target: EngineLM, early: EngineLM, late: EngineLM, prompt: li
         early.commit(range(1 + accepted))
         late.commit(range(1 + accepted))
         move_counts(late, target)
-        adapter = (depth_of(early.model) - E) / 2  # it has no MLP, so it is half a layer
-        layers = (1 + len(guesses)) * (E + adapter) + depth_of(late.model)  # else γ E + L
+        adapter = (depth_of(early.model) - E) / 2  # early_exit.py has one: attention, and no MLP
+        layers = (1 + len(guesses)) * (E + adapter) + depth_of(late.model)  # without it: γ E + L
         log_round(log, guessed=len(guesses), accepted=accepted, layers=layers)
         yield guesses[:accepted] + [root]
 

@@ -153,24 +153,23 @@ def space(target: EngineLM, prompt: list[int], *, k: int = 0, tuning: str = TUNE
     chunk = begin(prompt, lm)[-1:]  # the last token of a chunk is the root of the next call
     move_counts(lm, target)  # the tuned model's passes are the target's in all figures
     learnt, clock = recall(target, PRIOR, (lm,))
-    own = k  # the option; 0 lets the clock choose
     candidates = []  # guesses of the tokens after the root. The first call has none
     while True:
-        k = own or clock.choose(lambda: plan_space(learnt.rates()[0]))
-        candidates = candidates[:k]
-        # Lay out a chain of root and guesses, then a group of k masks after each of these n.
+        m = k or clock.choose(lambda: plan_space(learnt.rates()[0]))
+        candidates = candidates[:m]
+        # Lay out a chain of root and guesses, then a group of m masks after each of these n.
         ids = [chunk[-1], *candidates]
         n = len(ids)
         chain = range(-1, n - 1)  # the parents of root and candidates
-        parents = attach_masks(chain, range(n), k)
-        logits = lm.forward(embed(lm, ids, mask.expand(n * k, -1)), parents)  # [n + n k, V]
+        parents = attach_masks(chain, range(n), m)
+        logits = lm.forward(embed(lm, ids, mask.expand(n * m, -1)), parents)  # [n + n m, V]
         move_counts(lm, target)
         # Verify. The masks' rows have no part in it.
         path, chunk = walk(ids, chain, sample(logits[:n], lm.places[:n]))
         lm.commit(path)
         learnt.learn(chain, path)
         # The group after the last accepted node has the next guesses.
-        groups = logits[n:].view(n, k, logits.shape[1])
+        groups = logits[n:].view(n, m, logits.shape[1])
         candidates = greedy(groups[path[-1]])
         log_round(log, guessed=n - 1, accepted=len(path) - 1, rows=len(parents))
         yield chunk

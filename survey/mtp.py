@@ -166,11 +166,12 @@ def fuse_experts(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{EXPERTS}down_proj"] = down
 
 
-def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
+def read_block(path: str, layers: int, option: str) -> dict[str, torch.Tensor]:
     """Read the tensors of a checkpoint's block, and no other ones.
 
     path     the checkpoint's directory or hub id
     layers   how many layers the target has
+    option   the option that named the checkpoint, for messages
     returns  tensors by the names of `mtp.…`. None of them: there is no block. InputError for
              several blocks, and for one that is quantised
     """
@@ -184,7 +185,7 @@ def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
             file_of = dict.fromkeys(safe_open(listing, "pt").keys(), listing.name)
     block = {name: rename(name, layers) for name in file_of if rename(name, layers)}
     several = any(re.match(r"mtp\.layers\.[^0]", name) for name in block.values())
-    require(not several, "target", "a checkpoint with one MTP block", f"several in {path!r}")
+    require(not several, option, "a checkpoint with one MTP block", f"several in {path!r}")
     tensors = {}
     with explain_errors("an MTP block that can be read", path):
         for file in {file_of[name] for name in block}:
@@ -193,23 +194,24 @@ def read_block(path: str, layers: int) -> dict[str, torch.Tensor]:
                             for name in block if file_of[name] == file}
         fuse_experts(tensors)
     coded = [name for name, x in tensors.items() if x.itemsize == 1 or "_scale" in name]
-    require(not coded, "target", "a checkpoint with an MTP block that is not quantised",
+    require(not coded, option, "a checkpoint with an MTP block that is not quantised",
             f"{path!r} with {coded[:1]}")
     return tensors
 
 
-def load_block(path: str, tensors: dict[str, torch.Tensor], model) -> MTPBlock:
+def load_block(path: str, tensors: dict[str, torch.Tensor], model, option: str) -> MTPBlock:
     """Make the block of a checkpoint. InputError if it does not fit the model.
 
     A block may bring embeddings and an LM head. They are used if they differ from the target's.
 
     path      the checkpoint's directory or hub id, for messages
     tensors   what `read_block` read there
+    option    as for `read_block`
     """
     text = model.config.get_text_config()
     kinds, family = getattr(text, "mtp_layer_types", None), text.model_type.removesuffix("_text")
     full = {*kinds} == {"full_attention"} if kinds else family in FAMILIES
-    require(full, "target", "a checkpoint whose MTP block is known to have full attention",
+    require(full, option, "a checkpoint whose MTP block is known to have full attention",
             f"{path!r} of the family {family}")
     draft = MTPBlock(model, dtype=model.dtype)
     head = take_own(model.get_output_embeddings(), tensors, "lm_head.weight", path)
@@ -222,14 +224,14 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
 
     InputError if the block does not fit the model, and if there is none.
     """
-    path = str(adapter or model.name_or_path)
+    path, option = str(adapter or model.name_or_path), "adapter" if adapter else "target"
     if not adapter or is_released(path):
-        tensors = read_block(path, depth_of(model))
+        tensors = read_block(path, depth_of(model), option)
         if tensors:
-            return load_block(path, tensors, model)
+            return load_block(path, tensors, model, option)
         embedded = Path(path).resolve() == (MODELS / "target").resolve()
-        require(embedded, "adapter" if adapter else "target", "a checkpoint with an MTP block (for "
-                "another one, `python -m survey.mtp train` makes a block)", repr(path))
+        require(embedded, option, "a checkpoint with an MTP block (for another one, `python -m "
+                "survey.mtp train` makes a block)", repr(path))
     return load_trained(adapter or ADAPTER, MTPBlock.title, model,
                         lambda _: MTPBlock(model, dtype=model.dtype))
 

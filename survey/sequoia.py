@@ -51,9 +51,9 @@ only p. If q lacked a token of p, the draft could never guess it.
 
 Departures:
 - Sizes. Paper: each draft level costs the same. Its trees have 64 to 128 nodes on an A100, and 768
-  with offloading. Here: a level costs what its rows cost, and the clock tries 2 to 64 nodes and 1
-  to 16 levels, in powers of two. Why: rows cost time on a CPU, and sizes in between give nearly the
-  same.
+  with offloading. Here: a level costs what its rows cost, and the clock tries 2 to 64 nodes, in
+  powers of two, and 1 to 16 levels. Why: rows cost time on a CPU, and sizes in between give nearly
+  the same.
 - Rates. Paper: measured beforehand, for each pair of models and each temperature. Here: learnt
   while decoding (trees.py). Why: so they are those of the text at hand, at its temperature.
 - Noise. Released code: noise and coins are drawn once for a text. Here: in every round. Why: rounds
@@ -126,7 +126,7 @@ def parents_of(best: list[Best], n: int, d: int) -> list[int]:
     """
     parents = [-1]
     subtrees = [(n, d)]  # for each node the nodes of its subtree and the levels below it
-    for node, (size, depth) in enumerate(subtrees):  # which grow meanwhile
+    for node, (size, depth) in enumerate(subtrees):  # it also visits what is appended
         for branch in best[depth].branches[size]:
             parents.append(node)
             subtrees.append((branch, depth - 1))

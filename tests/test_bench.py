@@ -76,7 +76,7 @@ def test_ratios_are_taken_within_a_round():
     results = Results({"x": counts([1.0, 5.0, 2.0], 3, [2]), AR: counts([4.0, 5.0, 1.0], 1, [3])})
     bench = SimpleNamespace(target=tiny("llama"), categories=["a", "b"], examples={})
     assert [*make_line(bench, results, "x").values()] == [
-        "x", "4.00", "2.0", "1.0", "0.7", "5", "0.50", "0.25 to 2.00", "1.00", "0.33", "12%",
+        "x", "4.00", "2.0", "0.3", "0.7", "5", "0.50", "0.25 to 2.00", "1.00", "0.33", "12%",
         "75.00", "12.50", "112.50", "", "1 of 2"]
 
 
@@ -178,7 +178,7 @@ def test_an_mtp_block_is_the_folders_or_the_targets_own(tmp_path):
 def test_answers_are_graded(bench):
     (_, prompt), *others = bench.pairs
     answer = bench.tokenizer.encode(bench.examples[tuple(prompt)].answer, add_special_tokens=False)
-    assert bench.graded([answer, *[[5]] * len(others)]) == [True] + [False] * len(others)
+    assert bench.grade([answer, *[[5]] * len(others)]) == [True] + [False] * len(others)
 
 
 # --------------------------------------------------------------------------- the embedded models

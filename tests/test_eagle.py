@@ -53,16 +53,16 @@ def guess(model, draft, text, path, ranks) -> list[tuple[int, float]]:
     for n in range(len(text), len(tokens) + 1):  # the last row's feature is guessed
         out = draft.lm.get_decoder()(inputs_embeds=draft.join(f, [tokens[1:n]]), use_cache=False)[0]
         f = torch.cat([f, out[:, -1:]], 1)
-    best = draft.lm.get_output_embeddings()(out[0, -1]).softmax(-1).topk(ranks)
+    best = score_with(model, draft.lm.get_output_embeddings())(out[0, -1]).softmax(-1).topk(ranks)
     return [*zip(draft.vocab[best.indices].tolist(), best.values.tolist())]
 
 
-@pytest.mark.parametrize("nodes", [20, 60])
-def test_a_tree_has_the_likeliest_paths(nodes, monkeypatch):
+@pytest.mark.parametrize("nodes, family", [(20, "granite"), (60, "llama")])
+def test_a_tree_has_the_likeliest_paths(nodes, family, monkeypatch):
     """It has the paths of the largest product of the draft's own probabilities, where the 10
-    likeliest nodes of a level are expanded in a tree of 60 nodes. The target is fed the tree after
-    a prompt that is read in two parts."""
-    model, text = tiny("llama", vocab_size=5), [i * i % 5 for i in range(131)]
+    likeliest nodes of a level are expanded in a tree of 60 nodes. Granite scales its logits. The
+    target is fed the tree after a prompt that is read in two parts."""
+    model, text = tiny(family, vocab_size=5), [i * i % 5 for i in range(131)]
     draft, target = rand(EagleLayer(model), 0.2), EngineLM(model)
     draft.keep([4, 0, 3, 1, 2])
     trees = note_calls(monkeypatch, target, "forward")

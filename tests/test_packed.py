@@ -19,7 +19,7 @@ from support.engine import EngineLM
 from support.layers import share_weights, take_layers
 from support.packed import Blocks, PackedLinear, is_packed, list_types, pack, plain, unpack
 from support.parts import head_for, match_type
-from support.released import describe_dflash
+from support.released import describe_dflash, fill_layer
 from survey.dflash import BlockDraft
 from survey.eagle import EagleLayer
 from survey.medusa import Heads
@@ -270,6 +270,11 @@ def test_parts_read_the_blocks_of_their_model(every_weight, tied):
         part = match_type(make(model), model)
         assert is_packed(part) and type(blocks) is Blocks and model.lm_head.weight is blocks
         assert any(x is model.lm_head for x in part.modules())
+        with torch.inference_mode():
+            model.lm_head(torch.ones(1, model.lm_head.in_features))
+        assert model.lm_head.weight is blocks  # no move to where it is counts as a write
+    part = EagleLayer(model)
+    fill_layer(part, part.trainable(), part.trainable(), "a released head", model)
     check_refused("unpack the model first", model.double)
 
 

@@ -115,8 +115,8 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
     """
     def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            p = score_target(x)
-        return divergence(kind, p, score_draft(y))
+            logits = score_target(x)
+        return divergence(kind, logits, score_draft(y))
     return compute_in_parts(losses_of, vocab, target_read, read)
 
 
@@ -201,8 +201,8 @@ class Training:
         self.max_norm = max_norm
         self.max_value = max_value
         # One parameter after another: all at once would take a float32 copy of all of them.
-        adam = torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0, foreach=False)
-        self.optimizers = optimizers or [adam]
+        self.optimizers = optimizers or [
+            torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=0.0, foreach=False)]
         self.seed = seed
         self.device = next(iter(parameters.values())).device
         self.done = 0
@@ -245,8 +245,9 @@ class Training:
     def train(self, loss_of: Callable, evaluate: Callable) -> dict[int, dict]:
         """Make all updates that are left, and return the curve, {step: figures}.
 
-        Ctrl-C may come at any line, and leaves a checkpoint too. So do the other signals that
-        `run_script` of cli/main.py takes for Ctrl-C.
+        Ctrl-C may come at any line, and so may the other signals that `run_script` of cli/main.py
+        takes for it. It leaves a checkpoint, except while an update changes weights. Then the
+        checkpoint before stays.
 
         loss_of   a function of a random generator that gives a loss, in `low_precision`;
                   whatever is random in it comes from the generator

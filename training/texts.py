@@ -90,8 +90,10 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
         # `generate` adds the model's own settings to those it is given, so they are taken away.
         settings = model.generation_config
         model.generation_config = config
-        rows = model.generate(ids, attention_mask=real)[:, ids.shape[1]:].tolist()
-        model.generation_config = settings
+        try:
+            rows = model.generate(ids, attention_mask=real)[:, ids.shape[1]:].tolist()
+        finally:  # also after Ctrl-C
+            model.generation_config = settings
         for number, row in zip(numbers, rows):
             yield number, next(until(iter([row]), limit, eos))
 
