@@ -230,7 +230,8 @@ def decode_by_rule(rule: Callable | None, target: EngineLM, models: list[EngineL
     Yields chunks of 1 to gamma + 1 tokens.
     """
     n = len(models)
-    require(K >= n, "K", f"{n} or more with {n} drafts", K)
+    most = n * target.vocab  # as many different tokens can all models begin with
+    require(n <= K <= most, "K", f"{n} to {most} with {n} drafts", K)
     text = begin(prompt, target, *models)
     turns = [i % n for i in range(K)]  # draft i is drawn by model number turns[i]
     while True:
