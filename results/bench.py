@@ -9,9 +9,9 @@ round, and the median over the rounds is shown. Prompts whose AR output loops ar
 counted, since a model in a loop accepts every guess. All rows warm up with a few prompts. So a
 method that learns from its calls has learned already, and graphs are captured.
 
-A row is a command line without `python`: a method and its options. ALL has every method at its
-defaults, and --row adds one. A new method file is found by itself, and needs a row in ALL. A new
-kind of figure is a cell in `make_line`.
+A row of the tables is a command line without `python`: a method and its options. ALL has every
+method at its defaults, and --row adds one. A new method file is found by itself, and needs a row in
+ALL. A new kind of figure is a cell in `make_line`. The rows of a call are the tokens that it has.
 
 FILE holds a prompt a line. A line may also be JSON. Its prompt is its "prompt", or else its
 "question", or else the first of its "turns". It may have a "category", which gets a column.
@@ -263,22 +263,22 @@ class Bench:
         name, *words = shlex.split(line)
         if name not in METHODS:
             raise InputError(f"expected a row of one of {', '.join(METHODS)}, got {line!r}")
-        (method, table), own = METHODS[name], self.args
-        usual = [f"--max-new-tokens={own.max_new_tokens}", f"--temperature={own.temperature}",
-                 f"--seed={own.seed}"]
-        if table.target == "target":  # CLLM decodes a model of its own
-            usual.append(f"--target={own.target}")
+        (method, said), asked = METHODS[name], self.args
+        usual = [f"--max-new-tokens={asked.max_new_tokens}", f"--temperature={asked.temperature}",
+                 f"--seed={asked.seed}"]
+        if said.target == "target":  # CLLM decodes a model of its own
+            usual.append(f"--target={asked.target}")
         # Of an option that is given twice the last value counts, so the line's own ones win.
-        args = parse_decoding([method], (), table.target, usual + words)
+        args = parse_decoding([method], (), said.target, usual + words)
         lms = {"target": self.cache(args.target, kind_for(method, self.run_as))}
         given = self.find_files(method, select_options(args, method))
         if "nodes" in read_options(method):
-            given.setdefault("nodes", own.nodes)
+            given.setdefault("nodes", asked.nodes)
         if "draft" in inspect.signature(method).parameters:
-            lms["draft"], *more = map(self.cache, args.draft or [own.draft])
+            lms["draft"], *more = map(self.cache, args.draft or [asked.draft])
             if more:
                 given["more_drafts"] = more
-        return Ours(method, lms, args.max_new_tokens, self.eos, make_sampler(args), table.shared,
+        return Ours(method, lms, args.max_new_tokens, self.eos, make_sampler(args), said.shared,
                     **given)
 
     def find_files(self, method, options: dict) -> dict:

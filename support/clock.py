@@ -86,7 +86,8 @@ class Clock:
             clock.note(1, len(tree))
             yield chunk
 
-    hybrid.py, which adds node after node to a tree, asks `find_prices` in place of `choose`.
+    hybrid.py, which adds node after node to a tree, asks `find_prices` in place of `choose`. A
+    method whose guesses cost nothing besides the call leaves out `note`.
 
     lm        the model that verifies, whose passes are the calls
     draft     a model whose passes are the steps of the guessing. Those over the prompt are the
@@ -128,9 +129,9 @@ class Clock:
     def find_prices(self) -> tuple[float, float]:
         """Begin a round, and return a rate and a price for hybrid.py.
 
-        returns  the final tokens that a second makes, by the latest rounds, and how many of them
-                 one more row of call and guessing costs. Before the first round, a call of one row
-                 stands for the rounds, which makes one token
+        returns  the rate, the final tokens a second of the latest rounds, and the price, how many
+                 tokens could be made in the time of one more row of call and guessing. Before the
+                 first round the rate is that of a call of one row, which gives one token
         """
         self.begin()
         (one, row), (_, guess) = self.calls.line(), self.steps.line()
@@ -180,7 +181,7 @@ def recall(target: EngineLM, prior: float, guesser: tuple, sizes: tuple = (),
 
 
 def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:
-    """List the best trees that one step fills, for the clock to choose from.
+    """List the best trees of all sizes, for a method that fills a tree in one step.
 
     rates   how often the guess of each rank is right (trees.py)
     depth   the most levels of guesses

@@ -40,6 +40,7 @@ from support.recurrent import has_states
 
 SIZE = 16  # rows of the calls whose bits count
 UNSEEN = torch.finfo(torch.float32).min  # with -inf a row that sees no slot would become nan
+PART = 1024  # slots whose keys and values few rows read at once in float64
 TREES = ((3, 2), (20, 7), (50, 17), (90, 33))  # the proof's trees: tokens of context, and nodes
 ACTIVATIONS = {x[0] if isinstance(x, tuple) else x for x in ACT2CLS.values()}
 
@@ -65,19 +66,23 @@ def invariant_attention(module, query, key, value, attention_mask, scaling=None,
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, UNSEEN)
     mask = mask[..., :slots].double().clamp(min=UNSEEN).expand(B, heads, -1, -1)
-    keys, values = key.double(), value.double()
     if s_aux is not None:  # a sink is one more slot, whose key and value are 0
         sinks = s_aux.double().view(1, -1, 1, 1).expand(B, -1, n, 1)
         mask = torch.cat([mask, sinks], -1)
-        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     # The heads that share a key head are rows of one head.
     rows = query.double().reshape(B, key.shape[1], -1, d)
     mask = mask.reshape(B, key.shape[1], -1, mask.shape[-1])
-    if softcap is None:
+    if softcap is None and (slots <= PART or n > SIZE):
+        keys, values = key.double(), value.double()
         out = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scaling)
-    else:
-        scores = rows @ keys.mT * (d ** -0.5 if scaling is None else scaling)
-        out = ((scores / softcap).tanh() * softcap + mask).softmax(-1) @ values
+    else:  # for few rows new memory for many keys would take longer than all else
+        scores = torch.cat([rows @ k.double().mT for k in key.split(PART, 2)], -1)
+        scores = scores * (d ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        weights = (scores + mask).softmax(-1).split(PART, -1)
+        out = sum(w @ v.double() for w, v in zip(weights, value.split(PART, 2)))
     return out.to(query.dtype).view(B, heads, n, -1).transpose(1, 2).contiguous(), None
 
 
@@ -119,8 +124,8 @@ def find_size(part, rows: torch.Tensor) -> int:
 
     def run(size: int) -> torch.Tensor:
         return type(part).forward(part, row.expand(size, -1).contiguous())
-    right, tried = run(SIZE)[0], (n, n + -n % 4, n + -n % SIZE)
-    return next((size for size in tried if (run(size) == right).all()), SIZE)
+    wanted, tried = run(SIZE)[0], (n, n + -n % 4, n + -n % SIZE)
+    return next((size for size in tried if (run(size) == wanted).all()), SIZE)
 
 
 def find_row(part, like: torch.Tensor) -> torch.Tensor:
@@ -146,7 +151,7 @@ def find_row(part, like: torch.Tensor) -> torch.Tensor:
 
 
 def run_alone(part, x: torch.Tensor):
-    """Run a block of experts on one row at a time. It returns x, or a tuple that begins with x."""
+    """Run a block of experts on one row at a time. It gives a tensor like x, or a tuple with one."""
     found = [type(part).forward(part, row) for row in x.reshape(-1, 1, 1, x.shape[-1])]
     if isinstance(found[0], tuple):
         first, *others = map(torch.cat, zip(*found))
@@ -209,7 +214,7 @@ def prove(model, run_as: type[CachedLM]) -> None:
     """
     lm = run_as(model)
     for length, n in TREES:
-        length = min(length, lm.max_length - n.bit_length())  # which is how deep the tree is
+        length = min(length, lm.max_length - n.bit_length())  # the levels of the tree
         ids = [(i * i + 5 * i) % lm.vocab for i in range(length + n)]
         context, nodes = ids[:length], ids[length:]
         parents = [(node + 1) // 2 - 1 for node in range(n)]  # two children for each node

@@ -44,8 +44,8 @@ def best_tree(accept: list[list[float]], n: int) -> list[Node]:
     A node's children are never likelier than the node itself, so the heap gives the nodes in the
     order of their chances, and each after its parent.
 
-    accept    accept[depth][rank] is the rate at which the child of this rank is accepted, if its
-              parent is accepted, which is a node of this depth
+    accept    accept[depth][rank] is how often the child of this rank is accepted, given that its
+              parent, which is at this depth, is accepted
     n         how many nodes the tree has at most, the root among them
     returns   the nodes, the root first. The first m of them are the best tree of m nodes. The sum
               of all chances is the number of tokens to be expected of a call
@@ -103,7 +103,7 @@ class Acceptance:
 def rank_tokens(logits: torch.Tensor, vocab: torch.Tensor) -> tuple[list, list]:
     """Return the RANKS likeliest tokens of logits [..., V'], and their chances, both [..., RANKS].
 
-    vocab   the tokens that the logits stand for, V' or more
+    vocab   the token of each logit, [V'] or longer. A longer one also has tokens whose logits were cut
     """
     # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
     chances = logits.float().softmax(-1).nan_to_num(0.0)
@@ -124,7 +124,7 @@ class Growth:
     n         how many nodes are kept, the root among them
 
     kept      the nodes that are kept, the likeliest first
-    newest    those of the newest level, the likeliest first
+    newest    those of them on the newest level with a chance above 0, the likeliest first
     """
 
     def __init__(self, root: int, n: int):

@@ -61,7 +61,7 @@ from support.loading import check
 from support.parts import LayerPart, load_trained, logits_of, score_with, seeded
 from support.released import fill_layer, is_released, read_eagle
 from support.trees import RANKS, Growth, best_tree
-from training.loop import divergence_in_parts, evaluate, fit_on_texts, warm_cosine
+from training.loop import divergence_in_parts, fit_on_texts, measure_guesses, warm_cosine
 from training.texts import Text, compute_features, find_frequent, pad_texts, prepare_training
 
 import torch
@@ -316,7 +316,7 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         return eagle_loss(draft, score, texts, noise)
     # Each value of a gradient is cut to ± 0.5, as in the released code.
     fit_on_texts(draft, model, [depth_of(model)], (), lessons, loss_of,
-                 lambda texts: evaluate(draft, texts), batch=batch, out=out, steps=steps, lr=lr,
+                 lambda texts: measure_guesses(draft, texts), batch=batch, out=out, steps=steps, lr=lr,
                  seed=seed, name="eagle", rate=warm_cosine, max_norm=math.inf, max_value=0.5)
 
 

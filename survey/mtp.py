@@ -18,15 +18,14 @@ final norm. Row i has position i:
                            fc ── layer ── norm ──> f̂_{i+1} ── LM head ──> guesses of t_{i+2}
     f_i ───────── norm_h ──┘
 
-The row of a guess reads f̂ in place of f. All of that is EAGLE's (eagle.py, whose trees and cache
-are used here), except for the norms. The loss is not: nothing ties f̂ to the target's own feature.
-The layer learns from what it guessed itself, as EAGLE-3's does (training/unroll.py):
+The row of a guess reads f̂ in place of f. This is EAGLE's layer with two more norms, and EAGLE's
+trees and cache (eagle.py). The loss is another, since f̂ need not be the target's own feature. The
+layer learns from what it guessed itself, as EAGLE-3's does (training/unroll.py):
 
     loss = Σ_n 0.6^n CrossEntropy(target's distribution, the guess of pass n)
 
-The layer is one of the target's family, with full attention, and with experts if the last such
-layer of the target has some. A checkpoint is refused if its block may have another attention, as
-those of Mellum and K-EXAONE have. Checkpoints name the tensors in two ways, where N is the number
+The block is a layer of the target's family with full attention. It has experts if the target's last
+such layer has some. Other blocks, such as Mellum's and K-EXAONE's, are refused. Checkpoints name the tensors in two ways, where N is the number
 of the target's layers. from_pretrained drops them, so they are read from the safetensors files:
 
     Qwen3-Next, Qwen3.5                 DeepSeek-V3, GLM-4.5: model.layers.N.…
@@ -39,8 +38,7 @@ of the target's layers. from_pretrained drops them, so they are read from the sa
 
 A wrong norm or a wrong order leaves the text as it is, and only fewer guesses are right. Engines
 found that more are accepted if f and f̂ are read after the final norms: vLLM in DeepSeek's form
-(pull request 45895), and llama.cpp in Qwen's (24025). In vLLM the embedding at position 0
-has been set to 0, which its issue 33299 calls a mistake. It is not done here.
+(pull request 45895), and llama.cpp in Qwen's (24025).
 
 Departures, besides those of EAGLE's tree (eagle.py):
 - Blocks. DeepSeek-V3's paper: a block for each depth. Here: one block, which reads its own output,

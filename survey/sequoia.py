@@ -204,8 +204,8 @@ def draw_tree(draft: EngineLM, unseen: list[int], shape: Shape,
     unseen   the final tokens that the draft has not been fed, the root last
     shape    the shape of the tree
     sample   gives the temperature and the noise
-    returns  ids, the token of each node, and q_logits_of. The latter has for each node with
-             children the logits [V] of the q that they were drawn from.
+    returns  ids, the token of each node, and q_logits_of: for each node with children the logits
+             [V] of the q that its children were drawn from
     """
     ids = unseen[-1:] + [0] * (len(shape.parents) - 1)
     q_logits_of = {}

@@ -28,7 +28,7 @@ from survey.eagle import (LEVELS, EagleLayer, Pairs, compute_features, eagle, ea
                           plan_eagle)
 from survey.eagle3 import Eagle3Layer
 from survey.mtp import MTPBlock, load_draft
-from training.loop import evaluate
+from training.loop import measure_guesses
 from training.texts import pad_pairs
 from training.unroll import choose_lessons, read_target, unroll_loss
 from trainings import DATA, run
@@ -127,7 +127,7 @@ def test_what_a_training_reports_by_hand():
     draft.keep([4, 0, 3, 1])
     right = sum(guess(model, draft, text[:end], [], 1)[0][0] == text[end] for end in range(4, 40))
     texts = compute_features(model, [(text[:4], text[4:]), (text[:1], text[1:2])], None)
-    figures, line = evaluate(draft, texts)  # the second text has no row that guesses
+    figures, line = measure_guesses(draft, texts)  # the second text has no row that guesses
     assert figures == {"right": pytest.approx(right / 36)} and 0 < right < 36
     assert line == f"held-out guesses right {right / 36:.3f}"
 

@@ -215,3 +215,14 @@ def test_generate_writes_this_text(how, dtype):
                              do_sample=False, eos_token_id=None, pad_token_id=1, **options)
     expected = tokens_of(autoregressive(CachedLM(model), PROMPT), 40)
     assert found[len(PROMPT):].tolist() == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "gemma2"])
+def test_few_rows_read_many_slots_in_parts(family, monkeypatch):
+    """With windows, sinks and caps the bits are those of one part."""
+    lm, found = CachedLM(make_invariant(tiny(family))), []
+    for part in (1024, 7):
+        monkeypatch.setattr(invariant, "PART", part)
+        lm.start(range(30))
+        found.append(lm.forward(range(5), [-1, 0, 0, 1, 2]))
+    assert torch.equal(*found)

@@ -68,12 +68,37 @@ def low_precision(device: torch.device, *models: PreTrainedModel) -> torch.autoc
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=half or fast)
 
 
-# ------------------------------------------------------------- what a large model has no room for
+# ------------------------------------------------------------------------------------- losses
+
+def divergence(kind: str, target_logits, draft_logits):
+    """Compute D(target, draft) in nats at each position (DistillSpec, Table 1).
+
+    kind                         forward-kl, reverse-kl, jsd, tvd or cross-entropy. The acceptance
+                                 rate of speculative sampling is 1 - tvd (Leviathan et al.,
+                                 Cor. 3.6). Cross-entropy is forward-kl plus the target's entropy
+    target_logits, draft_logits  [..., V], or [N, V] for cross-entropy
+    returns                      [...]
+    """
+    if kind == "cross-entropy":
+        return F.cross_entropy(draft_logits, target_logits.softmax(-1), reduction="none")
+    log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
+
+    def kl(log_a, log_b):  # PyTorch takes the two in the other order
+        return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
+    if kind == "forward-kl":
+        return kl(log_p, log_q)
+    if kind == "reverse-kl":
+        return kl(log_q, log_p)
+    if kind == "jsd":
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
 
 def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torch.Tensor:
     """Compute something of the logits of N rows, without the logits of all rows at once.
 
-    Where N rows have more than LOGITS logits, they come in parts. The logits of a part are dropped,
+    If N rows have more than LOGITS logits, they come in parts. The logits of a part are dropped,
     and computed a second time for the gradients.
 
     compute  compute(*part) makes logits of n of the rows, and returns numbers [n, ...] for them
@@ -120,32 +145,7 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
     return compute_in_parts(losses_of, vocab, target_read, read)
 
 
-# ------------------------------------------------------------------------------------ the loop
-
-def divergence(kind: str, target_logits, draft_logits):
-    """Compute D(target, draft) in nats at each position (DistillSpec, Table 1).
-
-    kind                         forward-kl, reverse-kl, jsd, tvd or cross-entropy. The acceptance
-                                 rate of speculative sampling is 1 - tvd (Leviathan et al.,
-                                 Cor. 3.6). Cross-entropy is forward-kl plus the target's entropy
-    target_logits, draft_logits  [..., V], or [N, V] for cross-entropy
-    returns                      [...]
-    """
-    if kind == "cross-entropy":
-        return F.cross_entropy(draft_logits, target_logits.softmax(-1), reduction="none")
-    log_p, log_q = F.log_softmax(target_logits.float(), -1), F.log_softmax(draft_logits.float(), -1)
-
-    def kl(log_a, log_b):  # PyTorch takes the two in the other order
-        return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
-    if kind == "forward-kl":
-        return kl(log_p, log_q)
-    if kind == "reverse-kl":
-        return kl(log_q, log_p)
-    if kind == "jsd":
-        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-        return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
-    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-
+# --------------------------------------------------------------------------- the rates of steps
 
 def cosine(done: int, steps: int) -> float:
     """Return the rate of a step that falls from 1 to 0 along a cosine."""
@@ -164,6 +164,8 @@ def warm_linear(done: int, steps: int) -> float:
     """Return the rate of a step that rises over a twentieth of the steps, then falls to 0."""
     return min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
 
+
+# ------------------------------------------------------------------------------------ the loop
 
 class Training:
     """Train parameters: resume, evaluate and save.
@@ -377,7 +379,7 @@ def report_right(right: list[torch.Tensor]) -> tuple[dict, str]:
 
 
 @torch.inference_mode()
-def evaluate(draft, held_out: list[Text]) -> tuple[dict, str]:
+def measure_guesses(draft, held_out: list[Text]) -> tuple[dict, str]:
     """Measure how often the likeliest guess of a draft is right, as `Training` asks for it.
 
     The draft reads true features here, and none that it guessed.

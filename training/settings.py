@@ -7,7 +7,7 @@ from textwrap import fill
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 
-# The options of trainings: what each means where a training does not say it, and its values
+# For each option of trainings: its meaning, unless the training's docstring has it, and its values
 OPTIONS = {
     "accumulate": ("passes of a step, which takes the mean of their gradients. Four passes of 4 "
                    "answers need the memory of 4 answers, and learn what a pass of 16 learns",
@@ -36,7 +36,7 @@ class Settings:
     pairs: list[Pair] | None = None
 
 
-# --help prints the docstring.
+# --help prints this docstring, and so all options are explained in one place.
 Settings.__doc__ += "\n\n" + "\n".join(
     fill(f"{name}: {meaning} ({values})".removesuffix(" ()"), 96, subsequent_indent="    ")
     for name, (meaning, values) in OPTIONS.items())

@@ -81,7 +81,7 @@ def generate_answers(model, eos: set[int], prompts: list[list[int]], limit: int,
     """
     config = GenerationConfig(max_new_tokens=limit, eos_token_id=sorted(eos) or None,
                               do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0,
-                              pad_token_id=0)  # padding is masked before, cut off after
+                              pad_token_id=0)  # it is masked in prompts, and cut off from answers
     for numbers in split_by_tokens(prompts, limit):
         batch = [torch.tensor(prompts[number]) for number in numbers]
         # Prompts are filled up on the left, so that all answers begin at the same place.
@@ -209,7 +209,7 @@ def sample_alike(data: list, batch: int, rng: random.Random, size: Callable = co
 def mark_answers(spans: list[tuple[int, int]]) -> torch.Tensor:
     """Say where the next token of a text is one of its answer.
 
-    spans    for each of B texts where its answer begins, and its length
+    spans    for each of B texts the place where its answer begins, and the length of the text
     returns  bool [B, T - 1], where T is the largest length
     """
     place = torch.arange(1, max(end for _, end in spans))  # of the next token

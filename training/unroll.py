@@ -23,7 +23,7 @@ from typing import Callable
 
 from support.engine import tap_layers
 from support.parts import Part
-from training.loop import evaluate, fit_part, warm_linear
+from training.loop import fit_part, measure_guesses, warm_linear
 from training.texts import Lessons, compute_features, pad_pairs, sample_alike
 
 import torch
@@ -122,5 +122,5 @@ def fit_unrolled(draft: Part, model, lessons: Lessons, score_target: Callable, s
         learns, probs = choose_lessons(draft, ids, answers, hidden, score_target)
         return unroll_loss(draft, score, ids, features, learns, probs, passes)
     # Each value of a gradient is cut to ± 0.5, as in EAGLE's released code.
-    fit_part(draft, model, (batch, passes), lessons, loss_of, lambda: evaluate(draft, texts),
+    fit_part(draft, model, (batch, passes), lessons, loss_of, lambda: measure_guesses(draft, texts),
              rate=warm_linear, max_norm=math.inf, max_value=0.5, **how)
