@@ -32,7 +32,7 @@ KINDS = {bool: {"action": BooleanOptionalAction},
          str: {"type": str},
          Path: {"type": Path, "metavar": "FILE"},
          list[int]: {"type": int, "nargs": "+", "metavar": "N"}}
-# What the options of sampling mean
+# The meaning of each option of sampling
 SAMPLES = {"temperature": "0 takes the likeliest token, more samples",
            "top_k": "sample from the N likeliest tokens, 0: from all",
            "top_p": "sample from the likeliest tokens, which have probability X together",

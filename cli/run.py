@@ -78,7 +78,7 @@ class Run:
         began = self.read_clock()
         for chunk in until(chunks, limit, self.eos):
             # A whole chunk has one token more than were accepted. If the end of the answer cut a
-            # chunk, its accepted tokens are those that are left.
+            # chunk, only tokens that are left of it count as accepted.
             if self.log and self.log[-1].get("accepted", -1) >= len(chunk):
                 self.log[-1] |= {"accepted": len(chunk), "cut": True}
             self.seconds += self.read_clock() - began

@@ -181,7 +181,7 @@ def recall(target: EngineLM, prior: float, guesser: tuple, sizes: tuple = (),
 
 
 def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:
-    """List the best trees of all sizes, for a method that fills a tree in one step.
+    """Return the best trees of all sizes, for a method that fills a tree in one step.
 
     rates   how often the guess of each rank is right (trees.py)
     depth   the most levels of guesses

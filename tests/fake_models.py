@@ -105,14 +105,14 @@ class Oranges(random.Random):
 
 
 def branches(tree: tuple) -> list[list[int]]:
-    """List the tokens from the root of a tree (ids, parents) down to each leaf."""
+    """Return the tokens from the root of a tree (ids, parents) down to each leaf."""
     ids, parents = tree
     paths = paths_of(ids, parents)
     return [[ids[0], *path] for node, path in enumerate(paths) if node not in parents]
 
 
 def paths_of(ids: list, parents: list[int]) -> list[tuple]:
-    """List the tokens from below the root of a tree down to each node."""
+    """Return the tokens from below the root of a tree down to each node."""
     return [tuple(ids[i] for i in path_to(node, parents)[1:]) for node in range(len(ids))]
 
 
