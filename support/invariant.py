@@ -151,7 +151,7 @@ def find_row(part, like: torch.Tensor) -> torch.Tensor:
 
 
 def run_alone(part, x: torch.Tensor):
-    """Run a block of experts on one row at a time. It gives a tensor like x, or a tuple with one."""
+    """Run a block of experts row by row. It gives a tensor like x, or a tuple that begins so."""
     found = [type(part).forward(part, row) for row in x.reshape(-1, 1, 1, x.shape[-1])]
     if isinstance(found[0], tuple):
         first, *others = map(torch.cat, zip(*found))

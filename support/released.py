@@ -236,8 +236,8 @@ class Form(NamedTuple):
     rows: int  # of a block
     mask: int  # the token whose embedding the masks read
     first: int  # the first row of a block that guesses: 0, the root's, or 1
-    # {kind of a layer: (low, high)}. The row at position i sees positions i - high + 1 to i - low. If
-    # low is negative, it looks ahead within the block
+    # {kind of a layer: (low, high)}. The row at position i sees positions i - high + 1 to i - low.
+    # If low is negative, it looks ahead within the block
     sees: dict[str, tuple]
     scale: float  # of embeddings
     multiplier: float  # of logits

@@ -103,7 +103,7 @@ class Acceptance:
 def rank_tokens(logits: torch.Tensor, vocab: torch.Tensor) -> tuple[list, list]:
     """Return the RANKS likeliest tokens of logits [..., V'], and their chances, both [..., RANKS].
 
-    vocab   the token of each logit, [V'] or longer. A longer one also has tokens whose logits were cut
+    vocab   the token of each logit, [V'] or longer. A longer one has tokens whose logits were cut
     """
     # A draft that overflows gives NaN, which has no order. Such guesses get a chance of 0.
     chances = logits.float().softmax(-1).nan_to_num(0.0)

@@ -316,8 +316,8 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
         return eagle_loss(draft, score, texts, noise)
     # Each value of a gradient is cut to ± 0.5, as in the released code.
     fit_on_texts(draft, model, [depth_of(model)], (), lessons, loss_of,
-                 lambda texts: measure_guesses(draft, texts), batch=batch, out=out, steps=steps, lr=lr,
-                 seed=seed, name="eagle", rate=warm_cosine, max_norm=math.inf, max_value=0.5)
+                 lambda texts: measure_guesses(draft, texts), name="eagle", batch=batch, out=out,
+                 steps=steps, lr=lr, seed=seed, rate=warm_cosine, max_norm=math.inf, max_value=0.5)
 
 
 # ------------------------------------------------------------------------------------ the file

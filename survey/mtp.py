@@ -25,8 +25,9 @@ layer learns from what it guessed itself, as EAGLE-3's does (training/unroll.py)
     loss = Σ_n 0.6^n CrossEntropy(target's distribution, the guess of pass n)
 
 The block is a layer of the target's family with full attention. It has experts if the target's last
-such layer has some. Other blocks, such as Mellum's and K-EXAONE's, are refused. Checkpoints name the tensors in two ways, where N is the number
-of the target's layers. from_pretrained drops them, so they are read from the safetensors files:
+such layer has some. Other blocks, such as Mellum's and K-EXAONE's, are refused. Checkpoints name
+the tensors in two ways, where N is the number of the target's layers. from_pretrained drops them,
+so they are read from the safetensors files:
 
     Qwen3-Next, Qwen3.5                 DeepSeek-V3, GLM-4.5: model.layers.N.…
     mtp.pre_fc_norm_embedding.weight    enorm.weight

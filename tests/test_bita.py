@@ -48,10 +48,8 @@ def guess_alone(model, masks, text: list[int], prompts=()) -> torch.Tensor:
                        torch.tensor([[len(text) - 1]]))[0, 0]
 
 
-@pytest.mark.parametrize("tree, k, guessed", [
-    ("efficient", 2, 6), ("full", 2, 14), ("chain", 1, 3)])
-def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k, guessed,
-                                                                         monkeypatch):
+@pytest.mark.parametrize("tree, k, most", [("efficient", 2, 6), ("full", 2, 14), ("chain", 1, 3)])
+def test_candidates_are_those_of_masks_after_the_last_accepted_token(tree, k, most, monkeypatch):
     """The masks must see what training sees. The tokens are few, so candidates are often accepted.
     A chain has only the root's masks, and the first ones are used up (Fig. 4)."""
     model, expected, log = tiny("llama", vocab_size=8), [[]], []
@@ -65,7 +63,7 @@ def test_candidates_are_those_of_the_masks_after_the_last_accepted_token(tree, k
         left = logits[len(chunk) - 1:] if tree == "chain" else logits
         expected.append(left.topk(k).indices.tolist())
     assert [given[0] for given in used] == expected[:-1] and max(r["accepted"] for r in log) > 0
-    assert max(r["guessed"] for r in log) == guessed
+    assert max(r["guessed"] for r in log) == most
 
 
 # ------------------------------------------------------------------------- what training sees
@@ -147,9 +145,8 @@ def test_updates_by_hand(tmp_path):
         adam.step()
     tune(tmp_path / "file", steps=4, lr=0.3)
     tuned = load_tuning(str(tmp_path / "file"), LLAMA)
-    for mine, p, begin in zip(tuned.parameters(), plain.parameters(),
-                              Tuning(LLAMA, 3, 2).parameters()):
-        assert (mine - p).abs().mean() < 0.02 * (p - begin).abs().mean()
+    for x, p, old in zip(tuned.parameters(), plain.parameters(), Tuning(LLAMA, 3, 2).parameters()):
+        assert (x - p).abs().mean() < 0.02 * (p - old).abs().mean()
     assert all(map(torch.equal, LLAMA.parameters(), tiny("llama").parameters()))
 
 

@@ -91,10 +91,9 @@ def test_figures_add_up(ask, now):
     """
     def tick(seconds: int, *_) -> None:
         now[0] += seconds
-    (model, tokenizer), (small, _) = (loaded(path, None, None) for path in (TARGET, DRAFT))
-    text = tokens_of(autoregressive(CachedLM(model), tokenizer.encode(PROMPT)), 30)
-    with (model.register_forward_hook(partial(tick, 4)),
-          small.register_forward_hook(partial(tick, 1))):
+    (big, tokenizer), (small, _) = (loaded(path, None, None) for path in (TARGET, DRAFT))
+    text = tokens_of(autoregressive(CachedLM(big), tokenizer.encode(PROMPT)), 30)
+    with big.register_forward_hook(partial(tick, 4)), small.register_forward_hook(partial(tick, 1)):
         status, out, err = ask("--prompt", PROMPT, "--compare", "--max-new-tokens", "30",
                                file="speculative")
     assert out == tokenizer.decode(text) + "\n" and PROMPT not in err
@@ -133,8 +132,7 @@ def test_show_colours_all_of_a_chunk_but_its_last_token(ask):
     ids = tokenizer.encode(" Tom has apples", add_special_tokens=False)
     coloured = "\033[32m Tom\033[0m\033[32m has\033[0m apples Tom\n"
     for show, text in ([], coloured), (["always"], coloured), (["auto"], None), (["never"], None):
-        _, out, _ = ask(*ONE, "--show", *show, "--max-new-tokens", "4",
-                        method=saying([ids, ids[:1]]))
+        out = ask(*ONE, "--show", *show, "--max-new-tokens", "4", method=saying([ids, ids[:1]]))[1]
         assert out == (text or " Tom has apples Tom\n")
 
 
@@ -244,14 +242,13 @@ def test_what_a_method_is_given(ask, monkeypatch):
     monkeypatch.setattr("cli.main.check", lambda *checks: checked.append(checks))
     monkeypatch.setattr("cli.main.pack", lambda model: packed.append(model) or model)
 
-    def spying(target, draft, prompt, *, pool=None, eos=None, sample=None, log=None):
+    def spy(target, draft, prompt, *, pool=None, eos=None, sample=None, log=None):
         seen.append((pool, eos, *((lm.model, lm.vocab, type(lm)) for lm in (target, draft))))
         yield from saying([[7]])(target, prompt)
     target, draft = (loaded(path, None, None)[0] for path in (TARGET, DRAFT))
     for more in [], ["--graphs", "--no-pack"]:
         assert checked == []
-        assert ask(*TWO, "--max-new-tokens", "1", *more, method=spying,
-                   shared={"pool": list})[0] == 0
+        assert ask(*TWO, "--max-new-tokens", "1", *more, method=spy, shared={"pool": list})[0] == 0
         assert len(packed) == 2
     assert [(model, run_as.func, run_as.keywords) for model, run_as in checked] == [
         (model, GraphedLM, {"waits": False}) for model in (target, draft)]
@@ -395,13 +392,12 @@ def test_tune_finds_the_fastest(ask, now):
     stay, and one that is searched begins with what was given."""
     seen, seconds = [], {2: (9, 1, 9), 3: (2, 2, 2), 5: (9, 9, 9)}
 
-    def tunable(target, prompt, *, gamma: int = 5, K: int = 1, width: int = 0, sample=None,
-                log=None):
+    def slow(target, prompt, *, gamma: int = 5, K: int = 1, width: int = 0, sample=None, log=None):
         """Decode with gamma, K, width: numbers"""
         seen.append((gamma, K, width))
         now[0] += seconds[gamma][len(seen) % 3] * {1: 1, 2: 0.5, 4: 2}[K]
         yield from saying([[7, 7]] * 9)(target, prompt)
-    how = dict(method=tunable, ranges={"gamma": (3, 2, 5), "beta": (1, 2), "K": (1, 2, 4)})
+    how = dict(method=slow, ranges={"gamma": (3, 2, 5), "beta": (1, 2), "K": (1, 2, 4)})
     argv = [*ONE, "--max-new-tokens", "4", "--tune", "--K", "4", "--width", "7"]
     status, out, err = ask(*argv, **how)
     assert (status, err) == (0, "") and out.splitlines()[3:] == [
@@ -486,8 +482,7 @@ def test_a_command_line_that_python_calls_leaves_the_process_as_it_is(heed, monk
 
 
 @pytest.mark.parametrize("terminal, printed", [(False, "é漢\n".encode()), (True, b"??\n")])
-def test_a_script_can_print_every_character_and_ends_by_its_mistakes(terminal, printed, heed,
-                                                                      monkeypatch):
+def test_a_script_prints_every_character_and_ends_by_mistakes(terminal, printed, heed, monkeypatch):
     """A file or a pipe gets UTF-8. A terminal keeps its encoding."""
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     out.isatty = lambda: terminal

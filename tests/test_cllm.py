@@ -215,8 +215,7 @@ def test_the_gradient_and_the_rate_of_each_step(data, tmp_path, monkeypatch):
     monkeypatch.setattr("cllm.losses", lambda *given: (2.0 * p.sum(), 0.5 * p.sum()))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_",
                         lambda *given: lengths.append(clip(*given).item()))
-    monkeypatch.setattr(torch.optim.AdamW, "step",
-                        lambda self: rates.append(self.param_groups[0]["lr"]))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda x: rates.append(x.param_groups[0]["lr"]))
     for steps in 40, 3:
         train(model, WORDLESS, data=data, out=tmp_path / str(steps), lr=0.1, w=100.0, steps=steps)
     expected = [0.05, *(0.1 - 0.1 * t / 40 for t in range(1, 40)), 0.1, 0.2 / 3, 0.1 / 3]

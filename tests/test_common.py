@@ -120,9 +120,8 @@ def test_random_trees_equal_their_paths_and_the_cache_a_fresh_one(name, run_as):
             assert lm.length == len(context) and lm.parents == []
             fresh = EngineLM(model)
             fresh.start(context)
-            for ours, theirs in zip(buffers_of(lm), buffers_of(fresh)):
-                torch.testing.assert_close(ours[:, :, :lm.length], theirs[:, :, :lm.length],
-                                           **CLOSE)
+            for own, other in zip(buffers_of(lm), buffers_of(fresh)):
+                torch.testing.assert_close(own[:, :, :lm.length], other[:, :, :lm.length], **CLOSE)
 
 
 class Quantised(torch.nn.Parameter):
@@ -373,11 +372,10 @@ def test_samples_have_their_distribution():
     """Those of a place, of the next place and of another seed are independent. So are the draws
     that papers' rules make of two rows. Odds of draws need not sum to 1. Seeds below 0 count."""
     p, N = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]), 20000
-    one, other = (torch.tensor(Sampler(seed=seed)(p.log().repeat(N, 1), range(N)))
-                  for seed in (5, 6))
+    one, two = (torch.tensor(Sampler(seed=seed)(p.log().repeat(N, 1), range(N))) for seed in (5, 6))
     draws = Sampler(seed=5).draw(3 * p.repeat(3 * N, 1)).view(3, N)
     expected = (p[:, None, None] * p[:, None] * p).flatten()
-    for a, b, c in (one[:-1], one[1:], other[:-1]), draws:
+    for a, b, c in (one[:-1], one[1:], two[:-1]), draws:
         counts = (25 * a + 5 * b + c).bincount(minlength=125)
         assert chi_square_ok(counts, expected) and counts[expected == 0].sum() == 0
     texts = {str(Sampler(seed=seed)(torch.zeros(9, 99), range(9))) for seed in (-2, -1, 0, 2 ** 32)}

@@ -88,8 +88,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cuda_refuses(name):
-    with FakeCuda(), pytest.raises((RuntimeError, TypeError, InputError),
-                                   match="cuda|cpu|capturing"):
+    with FakeCuda(), pytest.raises((RuntimeError, TypeError, InputError), match="cuda|cpu|captur"):
         REFUSED[name](torch.arange(3.0), torch.arange(3.0, device="cuda"))
 
 

@@ -59,8 +59,7 @@ def marks_of(folder) -> list:
 
 
 @pytest.mark.parametrize("which", ["model", "tokenizer"])
-def test_code_of_a_checkpoint_never_runs_whatever_stands_on_stdin(folder, which, monkeypatch,
-                                                                  capsys):
+def test_code_of_a_checkpoint_never_runs_whatever_is_on_stdin(folder, which, monkeypatch, capsys):
     """The answer is one line, and there is no mark."""
     bring_code(folder, which)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\nmore text"))

@@ -213,8 +213,7 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
     if name.startswith(("dflash", "eagle", "hydra", "medusa", "mtp")):
         assert max(max(ids) for fed, *_ in found for ids, _ in fed) < 7
     own = 2 if name == "pass" else 1  # tokens of a round that no guess made
-    assert all(record.get("accepted", len(chunk) - own) == len(chunk) - own
-               for _, chunk, record in found)
+    assert all(log.get("accepted", len(chunk) - own) == len(chunk) - own for _, chunk, log in found)
     accepted = sum(len(chunk) > 1 for _, chunk, _ in found)
     assert accepted > 0 or name in ("bild, rollback 0", "another_tokenizer")
 

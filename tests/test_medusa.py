@@ -10,8 +10,7 @@ from helpers import note_calls
 from support.engine import EngineLM
 from support.trees import best_tree
 from survey import medusa as module
-from survey.medusa import (KINDS, Heads, accuracy, collect_features, fill_tree, medusa,
-                           typical_path)
+from survey.medusa import KINDS, Heads, accuracy, collect_features, fill_tree, medusa, typical_path
 from trainings import DATA
 
 def random_heads(model, kind: str, K: int = 3) -> Heads:

@@ -97,8 +97,7 @@ LOADERS = {  # how a training's command line begins, and what loads the file tha
     "survey.early_exit": early_exit.load_exit,
     "survey.layerskip": layerskip.load_tuned,
     "survey.masks tune": lambda path, model: masks.load_space(path, EngineLM(model))}
-PARTS = {line: load for name, load in LOADERS.items() for line in TRAININGS
-         if line.startswith(name)}
+PARTS = {line: load for x, load in LOADERS.items() for line in TRAININGS if line.startswith(x)}
 OPTIONAL = {"vocab", "config", "mlp", "bias"}  # older files lack them
 ROW = pytest.mark.parametrize("line", PARTS)
 
@@ -204,8 +203,7 @@ def test_the_parts_of_the_real_model_can_be_loaded(monkeypatch):
     for x in [*model.to_empty(device="cpu").parameters(), *model.buffers()]:
         x.data.fill_(0.02)
     folder = ROOT / "models/smollm2"
-    loaded = [medusa.load_heads(folder / f"{kind}.safetensors", kind, model)
-              for kind in medusa.KINDS]
+    loaded = [medusa.load_heads(folder / f"{x}.safetensors", x, model) for x in medusa.KINDS]
     loaded += [eagle.load_draft(folder / "eagle.safetensors", model)]
     assert all(len(part.vocab) == 8192 for part in loaded)
     for name in "bita", "pass":

@@ -24,8 +24,7 @@ def checked(run: dict) -> list[int]:
     times rise."""
     output = [token for step in run["rounds"] for token in step["chunk"]]
     calls = [call for step in run["rounds"] for call in step["calls"]]
-    kept = [call["ids"][row] for call in calls if call["lm"] == run["target"]
-            for row in call["kept"]]
+    kept = [x["ids"][row] for x in calls if x["lm"] == run["target"] for row in x["kept"]]
     assert kept == [run["prompt"][-1], *output[:-1]]
     for call in calls:
         assert len(call["ids"]) == len(call["parents"]) == len(call["best"]) > 0
