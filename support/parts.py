@@ -178,7 +178,7 @@ class LayerPart(Part):
         self.lm.set_output_embeddings(head_for(self.lm.get_output_embeddings(), self.vocab))
 
     def to_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn what `lm` gives into logits. A Llama neither scales nor caps, as a target may."""
+        """Return the logits that `lm` gave as x. EAGLE scales and caps them as its target does."""
         return x
 
     def embed(self, tokens) -> torch.Tensor:

@@ -148,6 +148,6 @@ class Growth:
 
     def finish(self) -> tuple[list[int], list[int]]:
         """Return ids and parents of the nodes that are kept, the likeliest first."""
-        new_number = {old: new for new, old in enumerate(self.kept)}
-        parents = [new_number.get(self.parents[x], -1) for x in self.kept]
+        new_number = {-1: -1} | {old: new for new, old in enumerate(self.kept)}
+        parents = [new_number[self.parents[x]] for x in self.kept]
         return [self.ids[x] for x in self.kept], parents

@@ -246,13 +246,13 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     tuning = make_tuning(model, rank, seed)
     tuned = tuning.model
-    masks = tuning.changes["mask"].expand(k, -1)
+    mask = tuning.changes["mask"]  # [1, d]
     score, V = score_with(model), len(model.get_output_embeddings().weight)
 
     def loss_of(rng: random.Random) -> torch.Tensor:
         pairs = sample_alike(lessons.data, batch, rng)
         ids, at, labels = sample_anchors(pairs, k, anchors, rng)
-        masked = mask_logits(tuned, masks, [], ids, at)
+        masked = mask_logits(tuned, mask.expand(k, -1), [], ids, at)
         # On plain text the tuned model should say what the untuned one, its teacher, says.
         with torch.no_grad():
             teacher, _ = read_answers(model, pairs)
@@ -262,7 +262,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        right = accuracy(tuned, masks, lessons.held_out)
+        right = accuracy(tuned, mask.expand(k, -1), lessons.held_out)
         kept = measure_right(tuned, lessons.held_out)
         shares = " ".join(f"{x:.3f}" for x in right)
         line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"

@@ -67,7 +67,7 @@ from survey.cascade import Level, review
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 
 # ------------------------------------------------------------------------- a part of a cache
@@ -180,11 +180,13 @@ def record_queries(model) -> Iterator[dict[int, torch.Tensor]]:
     def record(module, query, key, value, attention_mask, **options):
         queries[module.layer_idx] = query[0, :, -1]
         return grouped_attention(module, query, key, value, attention_mask, **options)
-    AttentionInterface.register("grouped", record)
+    AttentionInterface.register("recording", record)
+    AttentionMaskInterface.register("recording", AttentionMaskInterface()["grouped"])
+    model.set_attn_implementation("recording")  # of this model only: others may run meanwhile
     try:
         yield queries
     finally:
-        AttentionInterface.register("grouped", grouped_attention)
+        model.set_attn_implementation("grouped")
 
 
 @torch.inference_mode()
