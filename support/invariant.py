@@ -117,37 +117,39 @@ def run_rows(part, sizes: dict, x: torch.Tensor) -> torch.Tensor:
 def find_size(part, rows: torch.Tensor) -> int:
     """Find how many rows a call may have that computes these rows with the bits of SIZE rows.
 
-    The rows that are tried are equal, so all of them must give the same bits. A kernel's order of
-    summing depends on shapes, and not on numbers, so this holds for all rows.
+    The rows of a call that is tried are equal, so all of them must give the same bits. A kernel's
+    order of summing depends on shapes, and not on numbers, so this holds for all rows.
     """
-    n, row = len(rows), find_row(part, rows[0])
+    n, probes = len(rows), find_probes(part, rows[0])
 
     def run(size: int) -> torch.Tensor:
-        return type(part).forward(part, row.expand(size, -1).contiguous())
-    wanted, tried = run(SIZE)[0], (n, n + -n % 4, n + -n % SIZE)
+        calls = [row.expand(size, -1).contiguous() for row in probes]
+        return torch.stack([type(part).forward(part, call) for call in calls])
+    wanted, tried = run(SIZE)[:, :1], (n, n + -n % 4, n + -n % SIZE)
     return next((size for size in tried if (run(size) == wanted).all()), SIZE)
 
 
-def find_row(part, like: torch.Tensor) -> torch.Tensor:
-    """Make the row [d] that shows best in which order a layer sums: in the type and place of like.
+def find_probes(part, like: torch.Tensor) -> torch.Tensor:
+    """Make rows [1 or 8, d] that show in which order a layer sums: in the type and place of `like`.
 
     The order shows little in sums of random numbers. So k of the inputs are chosen such that the
     first k outputs cancel. Twice more, k others cancel what rounding left of them. Then these
-    outputs are rounding only, which differs with the order.
+    outputs are rounding only, which differs with the order. Where k is small, and for a layer whose
+    outputs cannot cancel, one row may show nothing by chance, so there are 8.
     """
     d, rng = len(like), torch.Generator().manual_seed(0)
-    row = torch.randn(d, generator=rng).to(like)
+    rows = torch.randn(8, d, generator=rng).to(like)
     if not isinstance(part, (torch.nn.Linear, Conv1D)):
-        return row
+        return rows
     weight = plain(part.weight)
     weight = (weight.T if isinstance(part, Conv1D) else weight)[:min(8, d // 4)].double()
     k = len(weight)
     places = torch.randperm(d, generator=rng)[:3 * k].to(like.device)
-    row[places] = 0
+    rows[:, places] = 0
     for some in places.split(k):  # each k cancel the rounding of those before them
-        left = weight @ row.double() + (0 if part.bias is None else part.bias[:k])
-        row[some] = -(torch.linalg.pinv(weight[:, some], rtol=1e-4) @ left).to(like)
-    return row
+        left = rows.double() @ weight.T + (0 if part.bias is None else part.bias[:k])
+        rows[:, some] = -(left @ torch.linalg.pinv(weight[:, some], rtol=1e-4).T).to(like)
+    return rows if k < 8 else rows[:1]
 
 
 def run_alone(part, x: torch.Tensor):
