@@ -1,21 +1,21 @@
-"""Performs the commands of a method file: train, collect, measure.
+"""This file performs the commands of a method file: train, collect, measure.
 
 A command is a function command(model, tokenizer, prompts if it takes them, **options). Its options
 are made from its signature, as those of methods are, and one that trains has those of Settings too.
 A training learns from prompts, which the model answers, or with --data from other answers.
 """
-import sys
 from argparse import Namespace
+from contextvars import copy_context
 from inspect import signature
 
-from cli.main import Table, perform, run_script
+from cli.main import Table, perform
 from cli.options import (add_own_options, add_prompt_options, make_parser, read_options,
                          select_options)
 from cli.prompts import encode_data, read_pairs
 from support.engine import require
 from support.files import check_result
 from support.loading import load_checked
-from training.settings import RANGES, Settings, use_settings
+from training.settings import RANGES, SETTINGS, Settings
 
 DATA = ('learn from answers made elsewhere, not from the model\'s own: {"prompt": "...", "answer": '
         '"..."} on a line, both texts or both lists of token ids, or {"messages": [...]}, of which '
@@ -58,20 +58,18 @@ def perform_command(command, argv: list[str]) -> int | None:
     model, tokenizer = load_checked(args.target, args.device, args.dtype)
     if "prompts" in args:
         options["prompts"], settings["pairs"] = encode_data(model, tokenizer, args)
-    with use_settings(Settings(**settings)):
-        return command(model, tokenizer, **options)
+    context = copy_context()  # in which the settings end with the command
+    context.run(SETTINGS.set, Settings(**settings))
+    return context.run(command, model, tokenizer, **options)
 
 
-def main(argv: list[str] | None = None, **table) -> int | None:
-    """Be the command line of a method file.
+def main(argv: list[str], **table) -> int | None:
+    """Do what a command line of a method file says. Errors are raised, as a notebook wants it.
 
-    argv     the command line. Default: the one of this process, which ends as `run_script` says.
-             If it is given, as in a notebook, errors are raised and the process stays as it is
+    argv     the command line after the file's name
     table    what the file says in its COMMAND_LINE, the fields of Table
     returns  the exit status. It is 1 if --compare found a difference
     """
-    if argv is None:
-        return run_script(lambda: main(sys.argv[1:], **table))
     table = Table(**table)
     for command in table.commands:
         if argv[:1] == [command.__name__]:

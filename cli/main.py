@@ -1,4 +1,4 @@
-"""Does what the command line of a method file says: load, decode, print, compare, tune.
+"""This file does what the command line of a method file says: load, decode, print, compare, tune.
 
 A method file tells in its COMMAND_LINE what it has, and `main` of commands.py is given that table.
 Every script ends in `run_script`, so that all of them end alike. Text goes to stdout. Figures and
@@ -184,8 +184,7 @@ class Session:
         returns  the run, which has the outputs
         """
         args = self.args
-        terminal = getattr(sys.stdout, "isatty", bool)  # a server's stdout may have no such method
-        colour = args.show == "always" or (args.show == "auto" and terminal())
+        colour = args.show == "always" or (args.show == "auto" and sys.stdout.isatty())
         if args.compare and self.on_gpu:  # it loads each kernel when the kernel is first needed
             list(self.answer(self.start_run(method, options), self.prompts[0]))
         run = self.start_run(method, options)
@@ -210,21 +209,6 @@ class Session:
         return run
 
 
-def explain_slowdown(run: Run, ar: Run) -> str:
-    """Say in a line what makes a run slower than token by token decoding.
-
-    run      the run of the method
-    ar       the run of `autoregressive`
-    """
-    target, alone = run.models["target"], ar.models["target"]
-    one = alone.seconds / alone.calls
-    guessing = run.seconds - target.seconds - target.prompt_seconds
-    rows, seconds = target.rows / target.calls, target.seconds / target.calls
-    return (f"slower here: a call of {rows:.0f} rows costs {seconds / one:.1f} calls of one, its "
-            f"guesses cost {guessing / target.calls / one:.1f}, and it gives "
-            f"{run.tokens / target.calls:.1f} tokens")
-
-
 def compare(session: Session, run: Run) -> int:
     """Decode token by token too, and print both speeds and whether the outputs are equal.
 
@@ -239,8 +223,6 @@ def compare(session: Session, run: Run) -> int:
     figures = str(ar)  # now: the search for a difference makes more calls
     exact = run.sample.fixed and run.method not in session.table.lossy
     speed_up = run.tokens / run.seconds * ar.seconds / ar.tokens
-    if speed_up < 1:
-        figures += f"\n{explain_slowdown(run, ar)}"
     found = run.find_difference(ar) if exact else "outputs may differ"
     rounds = session.models["target"].dtype.itemsize < 4 and not session.args.invariant
     if exact and found and rounds:
@@ -291,7 +273,7 @@ def perform(table: Table, argv: list[str] | None) -> int | None:
         run = session.decode(method, options, show_trajectory if blocks else stream)
         return compare(session, run) if args.compare else 0
     finally:  # also after Ctrl-C. If nothing was decoded, an older page stays as it is
-        if any(run["rounds"] for run in session.traced):
+        if any(record["rounds"] for record in session.traced):
             write_text(args.trace, make_page(session.traced, session.tokenizers))
             print(f"trace: {args.trace.resolve()}", file=sys.stderr)
 
@@ -313,10 +295,10 @@ def prepare_process() -> None:
     gets UTF-8. A terminal may read another encoding, so it keeps its own, and what this encoding
     lacks is printed as a question mark.
     """
-    for stream in sys.stdout, sys.stderr:
-        if isinstance(stream, io.TextIOWrapper):  # not what a notebook puts there
-            encoding = stream.encoding if stream.isatty() else "utf-8"
-            stream.reconfigure(encoding=encoding, errors="replace")
+    for out in sys.stdout, sys.stderr:
+        if isinstance(out, io.TextIOWrapper):  # not what a notebook puts there
+            encoding = out.encoding if out.isatty() else "utf-8"
+            out.reconfigure(encoding=encoding, errors="replace")
     for name in "transformers", "huggingface_hub":  # they say much
         getLogger(name).setLevel("ERROR")
     logging.disable_progress_bar()  # here and of the hub

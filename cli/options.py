@@ -88,8 +88,7 @@ def make_parser(function, calls: list[str], target: str) -> ArgumentParser:
     target    the default model, a folder of models/
     """
     file = Path(getfile(function))
-    modules = {"survey": f"-m survey.{file.stem}", "hybrid": "-m hybrid"}
-    name = modules.get(file.parent.name, f"-m cli {file.stem}")
+    name = "models/train.py" if file.parent == MODELS else f"-m cli {file.stem}"
     usage = "\n       ".join(f"python {name} {call}" for call in calls)
     doc = sys.modules[function.__module__].__doc__ or ""  # none under `python -OO`
     first, _, rest = doc.partition("\n\n")

@@ -45,8 +45,6 @@ def read_input() -> str:
     It is UTF-8, may begin with a byte order mark, and may have the line ends of any system.
     UnicodeError if it is not UTF-8.
     """
-    if sys.stdin is None:
-        raise InputError("expected a prompt on standard input, got a program that has none")
     return io.TextIOWrapper(io.BytesIO(sys.stdin.buffer.read()), "utf-8-sig").read()
 
 

@@ -99,7 +99,7 @@ class Run:
     def __str__(self) -> str:
         """Say in one line how fast the run was, and which model took how much of the time."""
         calls = self.models["target"].calls
-        shares = [f"{name} {(lm.seconds + lm.prompt_seconds) / self.seconds:.0%}"
+        shares = [f"{name} {sum(seconds for *_, seconds in lm.passes) / self.seconds:.0%}"
                   for name, lm in self.models.items()]
         setup = f"; set-up {self.setup:.1f} s" if self.setup else ""
         return (f"{self.method.__name__}: {self.tokens} tokens in {self.seconds:.2f} s "

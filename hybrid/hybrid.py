@@ -63,7 +63,7 @@ from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
 from support.clock import MOST, Clock
-from support.engine import MODELS, EngineLM, log_round, require
+from support.engine import MODELS, EngineLM, log_round, require, run_as_program
 from survey.recycling import Successors
 from survey.rest import DATASTORE, load_datastore
 
@@ -205,5 +205,4 @@ COMMAND_LINE = dict(
     shared={"successors": Successors})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -378,5 +378,5 @@ def make_embedded() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["distil"]:
-        sys.exit(main(methods=[], commands=[distil]))
+        sys.exit(run_script(lambda: main(sys.argv[1:], methods=[], commands=[distil])))
     sys.exit(run_script(make_embedded))

@@ -317,27 +317,26 @@ class Bench:
         model.times = []
 
         def note(*_) -> None:
-            torch.get_device_module(model.device).synchronize()
+            torch.get_device_module(model.device).synchronize(model.device)
             model.times.append(time.perf_counter())
         model.register_forward_pre_hook(note)
         model.register_forward_hook(note)
         return self.prepare(model, packed, name == "target")
 
-    def share_of_bandwidth(self, seconds: float) -> float:
+    def share_of_bandwidth(self) -> float:
         """Return the share of the memory's bandwidth that calls of one row reach.
 
         A call reads all weights but the embeddings, and the cache. A copy of a large tensor tells
         the bandwidth. At a share near 1 a call of more rows costs the same, since it reads no more.
-
-        seconds  what a call takes
         """
         model, lm = self.target, self.row(AR).models["target"]
+        seconds = median(taken for _, read, taken in lm.passes if read)
         lm.start(self.pairs[0][1])
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         read = [x.nbytes for x in model.parameters() if x is not table.weight or x is head.weight]
         read += [x[:, :, :lm.length].nbytes for pair in lm.cache.layers.values() for x in pair]
         x, y = torch.ones(2, 2 ** 28, dtype=torch.uint8, device=model.device)
-        wait = torch.get_device_module(x.device).synchronize
+        wait = functools.partial(torch.get_device_module(x.device).synchronize, x.device)
         copies = timeit.repeat(lambda: (y.copy_(x), wait()), number=1, repeat=5)
         return sum(read) / seconds / (2 * x.nbytes / min(copies))
 
@@ -470,7 +469,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     cells |= {"realised share": f"{median(ratios) / per_call:.0%}",
               "ms a token: target": f"{target:.2f}", "draft": f"{draft:.2f}",
               "rest": f"{total - target - draft:.2f}"}
-    share = bench.share_of_bandwidth(target / 1000) if method == AR else 0.0
+    share = bench.share_of_bandwidth() if method == AR else 0.0
     cells["of the bandwidth"] = f"{share:.0%}" if share else ""
     cells["output as AR's"] = results.same(method, AR)
     if bench.examples:

@@ -6,10 +6,14 @@
     grouped_attention   attention that does not copy the cache for each query head
 
 Small functions are used by many methods: `require` refuses an option, `log_round` notes a round,
-and others find the layers, the depth and the vocabulary of a model.
+and others find the layers, the depth and the vocabulary of a model. A method file that is itself
+run as a program ends in `run_as_program`.
 """
+import runpy
+import sys
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Callable
 
 import torch
@@ -36,6 +40,15 @@ def log_round(log: list | None, **record) -> None:
     """Append what a round was like to a log, if there is one."""
     if log is not None:
         log.append(record)
+
+
+def run_as_program(file: str) -> None:
+    """Do for `python -m survey.NAME` what `python -m cli NAME` does.
+
+    file   the path of the method file, whose name is NAME
+    """
+    sys.argv.insert(1, Path(file).stem)
+    runpy.run_module("cli", run_name="__main__")
 
 
 # ------------------------------------------------------------------------------ what a model has
@@ -115,8 +128,8 @@ class EngineLM(RecurrentLM):
 
     Each pass waits for the GPU, or it would end before the GPU does.
 
-    features         [n, d], what the LM head read of the rows of the newest pass, or with `taps`
-                     what entered these layers. After `start`: of all tokens of the context
+    features         [n, d], what the LM head would read of all rows of the newest pass, or with
+                     `taps` what entered these layers. After `start`: of all tokens of the context
     whole            the features of the context. After `start` they grow only if `keeps` is set
     taps             numbers of layers, whose inputs are the features, as `start` is given them.
                      None: the features are what the LM head read
@@ -143,8 +156,9 @@ class EngineLM(RecurrentLM):
             raise InputError(f"expected a model in eval mode, and still in {self.dtype}")
         kept = 0
         if self.keeps and taps == self.taps:
-            alike = [old == new for old, new in zip(self.text[:self.length], ids)]
-            kept = [*alike, False].index(False)  # how many tokens both texts begin with
+            most = min(self.length, len(ids))
+            while kept < most and self.text[kept] == ids[kept]:
+                kept += 1  # the tokens that both texts begin with
         if kept == 0:
             self.taps, self.whole = taps, None
         self.starting = True
@@ -157,7 +171,7 @@ class EngineLM(RecurrentLM):
             self.fed = []
         began = time.perf_counter()
         logits = super().forward(ids, parents, **options)
-        torch.get_device_module(logits.device).synchronize()
+        torch.get_device_module(logits.device).synchronize(logits.device)
         self.passes.append((len(ids), len(logits), time.perf_counter() - began))
         self.fed.append(self.features)
         return logits
@@ -196,19 +210,9 @@ class EngineLM(RecurrentLM):
         return self.memo[key]
 
     @property
-    def rows(self) -> int:
-        """Return the rows of all calls."""
-        return sum(rows for rows, read, _ in self.passes if read)
-
-    @property
     def seconds(self) -> float:
         """Return the seconds of all calls."""
         return sum(seconds for _, read, seconds in self.passes if read)
-
-    @property
-    def prompt_seconds(self) -> float:
-        """Return the seconds of all passes that are no calls, as those over prompts."""
-        return sum(seconds for _, read, seconds in self.passes if not read)
 
 
 def require_keys(model) -> None:

@@ -55,9 +55,9 @@ def load(path: str, device: str | None = None, dtype: str | None = None, **optio
 def list_lost(model, names: set[str]) -> list[str]:
     """List the tensors of a checkpoint that should change a model's output, and do not.
 
-    These are scales of quantised weights, LoRA, a bias where the model has none, and any part that
-    a layer of the model lacks. Other tensors are harmless: masks and rotary positions of old
-    versions, blocks that guess, layers after the last one, other heads, and models of images.
+    These are LoRA and all that a layer of the model lacks, such as a bias, a norm or the scales of
+    quantised weights. Other tensors are harmless: masks and rotary positions of old versions,
+    blocks that guess, layers after the last one, other heads, and models of images.
 
     model   the model
     names   the tensors that it has no place for
@@ -67,14 +67,12 @@ def list_lost(model, names: set[str]) -> list[str]:
     lost = []
     for name in names:
         place, _, kind = name.rpartition(".")
+        owns = place in parts and len(parts[place]._parameters) > 0
+        layer = re.match(r".*?\.\d+(?=\.)", name)
+        inside = owns or (layer is not None and layer[0] in parts)
         # An old causal mask is called bias, too, but its attention has no parameter of its own.
-        if place in parts:
-            lacks = len(parts[place]._parameters) > 0
-        else:
-            layer = re.match(r".*?\.\d+(?=\.)", place)
-            lacks = layer is not None and layer[0] in parts
-        scales = (kind == "SCB" or "scale" in kind) and place != "" and place in parts
-        if "lora_" in name or scales or (lacks and kind in ("weight", "bias")):
+        mask = kind == "bias" and place in parts and not owns
+        if "lora_" in name or (inside and not mask and kind not in ("masked_bias", "inv_freq")):
             lost.append(name)
     return lost
 
@@ -96,7 +94,8 @@ def check(model, run_as: type[EngineLM] = EngineLM):
     """
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation("grouped")
-    for config in (model.eval().config, model.config.get_text_config()):
+    model.eval()
+    for config in (model.config, model.config.get_text_config()):
         config.update({"return_dict": True, "output_router_logits": False})  # only logits are read
     weight = model.get_input_embeddings().weight
     a, b, c, d, e = ((len(weight) // 2 + i) % len(weight) for i in range(-2, 3))

@@ -11,10 +11,9 @@ loops. Packing puts the numbers of a weight into such blocks, once.
     packed               0.8    0.9    1.0    1.1    1.4    135M parameters, two cores with AVX2)
 
 The blocks take the place of the weight, so no memory is needed twice. An LM head whose numbers are
-the embeddings too is an exception, since embeddings cannot be looked up in blocks. A write to a
-packed weight fails. After a write to the embeddings the head reads these, and its blocks are gone.
-PyTorch does not count a write by NumPy, by a fused optimizer or to an address, so these are missed.
-The tensors of a packed model's `state_dict` are copies.
+the embeddings too is an exception, since embeddings cannot be looked up in blocks. `unpack` a model
+before you write to its weights. A write to a packed weight fails. A write to the embeddings does
+not reach the blocks of such a head. The tensors of a packed model's `state_dict` are copies.
 
 This is about speed alone. The products are the same, up to rounding. Weights on a GPU are not
 packed, nor weights of a type that oneDNN cannot multiply on this CPU. Only x86 processors pack,
@@ -50,7 +49,6 @@ class Blocks(Parameter):
     inside    the blocks, a tensor that oneDNN multiplies by
     table     the embeddings whose numbers these are too. A copy of both is one weight again. None:
               there are none
-    writes    how many writes to the embeddings the blocks include
     """
     table = None
 
@@ -67,43 +65,16 @@ class Blocks(Parameter):
         return plain(self) if self.table is None else deepcopy(self.table, memo)
 
 
-class Table(Parameter):
-    """Embeddings whose numbers are in the blocks of an LM head too.
-
-    PyTorch does not count writes through `data`. Here `data` shares the counter of the weight.
-
-    replaced   how often `data` was set to another tensor, which the counter misses
-    """
-    replaced = 0
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, new: torch.Tensor) -> None:
-        self.replaced += new is not self  # Module.to sets a weight to itself if nothing moves
-        Parameter.data.__set__(self, new)
-
-    def count_writes(self) -> int:
-        """Count the writes to the embeddings so far."""
-        return self._version + self.replaced
-
-
 class PackedLinear(Linear):
     """A linear layer whose weight may lie in blocks.
 
-    It computes as an ordinary layer does where gradients are computed, and under autocast. Once the
-    embeddings whose numbers it has too were written to, it reads these instead.
+    It computes as an ordinary layer does where gradients are computed, and under autocast.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what torch.nn.Linear computes: x [..., in] gives [..., out]."""
         weight = self.weight
         if type(weight) is not Blocks:
-            return super().forward(x)
-        if weight.table is not None and weight.table.count_writes() > weight.writes:
-            self.weight = weight.table
             return super().forward(x)
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, plain(weight), self.bias)
@@ -168,7 +139,8 @@ def pack(model: torch.nn.Module) -> torch.nn.Module:
     returns  the same model. To move it, or to train its weights, `unpack` it. It can be copied and
              saved, and the copy is not packed
     """
-    types, layers_of, alike = list_types(), defaultdict(list), defaultdict(list)
+    types = list_types()
+    layers_of, alike = defaultdict(list), defaultdict(list)
     for part in model.modules():
         if is_usual(part) and part.weight.numel() >= LEAST:
             if part.weight.is_cpu and part.weight.dtype in types:
@@ -194,7 +166,7 @@ def is_usual(part: torch.nn.Module) -> bool:
     of its own. Such layers are left as they are.
     """
     usual = type(part) in (Linear, PackedLinear) and "forward" not in vars(part)
-    return usual and type(part.weight) in (Parameter, Table) and not part.weight.is_inference()
+    return usual and type(part.weight) is Parameter and not part.weight.is_inference()
 
 
 def is_packed(model: torch.nn.Module) -> bool:
@@ -214,8 +186,7 @@ def pack_layers(layers: list[Linear], tables: set[Parameter]) -> None:
     blocks = Blocks(inside, weight.requires_grad)
     blocks.inside = inside
     if weight in tables:
-        weight.__class__ = Table
-        blocks.table, blocks.writes = weight, weight.count_writes()
+        blocks.table = weight
     for layer in layers:
         layer.__class__ = PackedLinear
         layer.weight = blocks

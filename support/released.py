@@ -9,8 +9,8 @@ tensors tell what kind of head it is, since configurations say it in many ways o
     DFlash      hidden_norm.weight                                     dflash.py
     EAGLE       fc.weight, and none of the others'                     eagle.py
 
-A head of any other kind is refused, and so is a file with a tensor whose name is not expected. Of
-pickled files only those are read that hold nothing but tensors, and none of their code is run.
+A head of any other kind is refused, and so is a file with a tensor whose name is not expected. No
+code of a pickled file is run, and only its tensors are kept.
 
 Drafts of DFlash and DSpark come in three layouts. They agree in the names of the layers' tensors:
 
@@ -37,7 +37,7 @@ from support.packed import plain
 from support.parts import Part, belongs, fill, load_trained, match_type, some_embeddings
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from transformers import LlamaConfig, Qwen3Config
 from transformers.utils import cached_file
 
@@ -62,7 +62,6 @@ DFLASH = ("num_hidden_layers", "layer_types", "attention_bias", "sliding_window"
           "use_sliding_window", "max_window_layers")
 # Those of DSpark's tensors that have other names here:
 DSPARK = {"markov_head.markov_w1": "W1", "markov_head.markov_w2": "W2"}
-ROTARY = ("default", "linear", "llama3")  # rotary positions that do not depend on a text's length
 
 
 # ------------------------------------------------------------------------------------- reading
@@ -93,18 +92,31 @@ def read_files(path: str) -> tuple[dict, dict[str, torch.Tensor]]:
         layer = {name: x for name, x in config["transformer_layer_config"].items() if x is not None}
         # If such a file does not say norm_before_residual, it means true.
         config = {"norm_before_residual": True} | config | layer
+    return config, read_tensors(path, lambda name: name.removeprefix("model."))
+
+
+def read_tensors(path: str, rename: Callable[[str], str]) -> dict[str, torch.Tensor]:
+    """Read tensors of a directory or hub id. Any error if a file is missing or damaged.
+
+    path     the directory or hub id
+    rename   gives a tensor the name that it has here, or an empty one if it is not wanted
+    returns  the wanted tensors by these names
+    """
     files = [find_file(path, WEIGHTS)]
+    check_file(files[0])
     if files[0].name.endswith(".index.json"):
-        parts = {*read_json(files[0])["weight_map"].values()}
-        files = [find_file(path, [part]) for part in parts]
+        listed = read_json(files[0])["weight_map"]
+        files = [find_file(path, [part])
+                 for part in {part for name, part in listed.items() if rename(name)}]
     tensors = {}
     for file in files:
         check_file(file)
         if file.suffix == ".safetensors":
-            tensors |= load_file(file)
+            with safe_open(file, "pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys() if rename(name)}
         else:  # a pickled file. With weights_only none of its code is run
             tensors |= torch.load(file, weights_only=True, map_location="cpu")
-    return config, {name.removeprefix("model."): x for name, x in tensors.items()}
+    return {rename(name): x for name, x in tensors.items() if rename(name) and torch.is_tensor(x)}
 
 
 def read_head(path: str, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -137,18 +149,13 @@ def read_layer_config(path: str, config: dict, model, kind: type = LlamaConfig,
     model    the target, whose texts may be longer than those that the head was trained on
     kind     the configuration's class
     more     other settings that are read, such as the number of layers, which is 1 otherwise
-    returns  the configuration. InputError for rotary positions that are not computed here, and for
-             settings that describe no layer
+    returns  the configuration. InputError for settings that describe no layer
     """
     with explain_errors("a head whose config.json describes a layer", path):
         names = {*SHAPE, *ROPE, *more}
         kept = {name: config[name] for name in names if config.get(name) is not None}
-        layer = kind(**{"num_hidden_layers": 1} | kept,
-                     max_position_embeddings=context_length(model))
-        rope = layer.rope_parameters["rope_type"]
-        if rope not in ROTARY:
-            raise ValueError(f"rotary positions must be of type {', '.join(ROTARY)}, not {rope}")
-        return layer
+        return kind(**{"num_hidden_layers": 1} | kept,
+                    max_position_embeddings=context_length(model))
 
 
 def read_eagle(path: str, model) -> tuple[LlamaConfig, dict[str, torch.Tensor]]:
@@ -180,9 +187,10 @@ def read_eagle3(path: str, model) -> tuple:
     # Some engines give the layers whose inputs are read, and others the layers before these, whose
     # outputs they are.
     key = "eagle_aux_hidden_state_layer_ids"
-    listed = config.get(key) or (config.get("eagle_config") or {}).get(key)
-    require(not listed or {*listed} in ({*taps}, {i - 1 for i in taps}), "adapter",
-            f"a head that reads layers {taps}", f"{path!r} with {key} {listed}")
+    listed = config.get(key) or (config.get("eagle_config") or {}).get(key) or taps
+    outputs = [i - 1 for i in taps]
+    require({*listed} in ({*taps}, {*outputs}), "adapter", f"a head that reads layers {taps}",
+            f"{path!r} with {key} {listed}")
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
     form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
     form["fc_norm"] = any(name.startswith("fc_norm.") for name in tensors)

@@ -41,7 +41,7 @@ from typing import Iterator
 
 from common import InputError, Sampler, greedy
 from speculative import report, speculative
-from support.engine import EngineLM
+from support.engine import EngineLM, run_as_program
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -259,5 +259,4 @@ COMMAND_LINE = dict(
     methods=[another_tokenizer], report=report, ranges={"gamma": (1, 2, 3, 4, 6, 8)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

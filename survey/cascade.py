@@ -51,7 +51,7 @@ from typing import Iterator, Sequence
 
 from common import Sampler, begin, greedy
 from speculative import verify_block
-from support.engine import EngineLM, log_round
+from support.engine import EngineLM, log_round, run_as_program
 from survey.rest import BOUNDARY, DATASTORE, LONGEST, as_text, as_tokens, load_datastore
 
 import torch
@@ -268,5 +268,4 @@ def cascade(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int 
 COMMAND_LINE = dict(methods=[cascade], ranges={"gamma": (1, 3, 5, 8), "inner": (0, 2, 4)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

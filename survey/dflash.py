@@ -80,7 +80,7 @@ from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
 from support.clock import Choice, list_sizes, recall
-from support.engine import MODELS, EngineLM, depth_of, log_round
+from support.engine import MODELS, EngineLM, depth_of, log_round, run_as_program
 from support.layers import read_taps
 from support.parts import Part, score_with, seeded
 from support.released import describe_dflash, load_dflash, read_dflash
@@ -381,5 +381,4 @@ def load_draft(path: str | Path, model) -> BlockDraft:
 COMMAND_LINE = dict(methods=[dflash], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

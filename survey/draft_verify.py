@@ -53,7 +53,7 @@ from typing import Iterator
 from common import CachedLM, Sampler, begin, context_length, eos_ids, greedy
 from speculative import predict, verify_block as verify
 from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of, require,
-                            require_keys)
+                            require_keys, run_as_program)
 from support.layers import share_weights
 from support.parts import load_facts, save_facts
 from training.texts import answer_all
@@ -316,5 +316,4 @@ COMMAND_LINE = dict(
     methods=[draft_verify], commands=[search], ranges={"gamma": (1, 2, 3, 4, 6, 8, 12)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

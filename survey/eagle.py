@@ -55,7 +55,7 @@ from typing import Callable, Iterator, NamedTuple
 
 from common import InputError, Sampler, begin, greedy, walk
 from support.clock import MOST, Choice, recall
-from support.engine import MODELS, EngineLM, depth_of, log_round
+from support.engine import MODELS, EngineLM, depth_of, log_round, run_as_program
 from support.layers import make_config
 from support.loading import check
 from support.parts import LayerPart, load_trained, logits_of, score_with, seeded
@@ -335,5 +335,4 @@ def load_draft(path: str | Path, model) -> EagleLayer:
 COMMAND_LINE = dict(methods=[eagle], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, NamedTuple
 
 from common import Sampler, greedy
-from support.engine import MODELS, EngineLM
+from support.engine import MODELS, EngineLM, run_as_program
 from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.loading import check
 from support.packed import plain
@@ -230,5 +230,4 @@ def load_draft(path: str | Path, model) -> Eagle3Layer:
 COMMAND_LINE = dict(methods=[eagle3], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import Sampler, greedy
-from support.engine import MODELS, EngineLM, depth_of
+from support.engine import MODELS, EngineLM, depth_of, run_as_program
 from support.layers import make_config, name_norm, split_layers
 from support.parts import Part, load_trained, match_type, score_with, seeded
 from survey.layerskip import self_speculate
@@ -199,5 +199,4 @@ def load_exit(path: str | Path, model) -> Exit:
 COMMAND_LINE = dict(methods=[early_exit], commands=[train], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -64,7 +64,8 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, require, tap_layers
+from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, require,
+                            run_as_program, tap_layers)
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, score_with
@@ -284,5 +285,4 @@ COMMAND_LINE = dict(
     methods=[layerskip], commands=[tune, export], ranges={"gamma": (1, 2, 3, 4, 5, 6, 8)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

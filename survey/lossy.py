@@ -40,7 +40,7 @@ writes.
 from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
-from support.engine import EngineLM, log_round
+from support.engine import EngineLM, log_round, run_as_program
 
 import torch
 
@@ -139,5 +139,4 @@ COMMAND_LINE = dict(methods=[bild, specdec], lossy=[bild, specdec],
                     ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -76,7 +76,7 @@ from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_los
 from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, recall
-from support.engine import MODELS, EngineLM, log_round, require
+from support.engine import MODELS, EngineLM, log_round, require, run_as_program
 from support.layers import move_counts
 from support.parts import load_trained, score_with
 from training.loop import divergence_in_parts, fit_part, warm_linear
@@ -301,5 +301,4 @@ COMMAND_LINE = dict(methods=[pass_sampling, space], commands=[train, tune],
                     ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

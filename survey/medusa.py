@@ -51,7 +51,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy, walk
 from support.clock import list_sizes, recall
-from support.engine import MODELS, EngineLM, log_round, require
+from support.engine import MODELS, EngineLM, log_round, require, run_as_program
 from support.parts import Part, fill, head_for, load_trained, match_type, score_with
 from support.released import is_released, read_head
 from support.trees import Node, rank_tokens
@@ -377,5 +377,4 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
 COMMAND_LINE = dict(methods=[medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

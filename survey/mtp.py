@@ -58,17 +58,16 @@ from pathlib import Path
 from typing import Iterator
 
 from common import InputError, Sampler, greedy
-from support.engine import MODELS, EngineLM, depth_of, list_layers, require
-from support.files import ask_hub, check_file, explain_errors, read_json
+from support.engine import MODELS, EngineLM, depth_of, list_layers, require, run_as_program
+from support.files import ask_hub, explain_errors
 from support.layers import name_norm, take_layers
 from support.parts import LayerPart, load_trained, score_with, seeded
-from support.released import WEIGHTS, fill_layer, find_file, is_released, take_own
+from support.released import WEIGHTS, fill_layer, is_released, read_tensors, take_own
 from survey.eagle import decode
 from training.texts import find_frequent, prepare_training
 from training.unroll import fit_unrolled
 
 import torch
-from safetensors import safe_open
 
 ADAPTER = f"{MODELS}/mtp.safetensors"
 NAMES = {  # what belongs to the layer beyond the last one, and not to a layer of the target
@@ -171,27 +170,15 @@ def read_block(path: str, layers: int, option: str) -> dict[str, torch.Tensor]:
     path     the checkpoint's directory or hub id
     layers   how many layers the target has
     option   the option that named the checkpoint, for messages
-    returns  tensors by the names of `mtp.…`. None of them: there is no block. InputError for
-             several blocks, and for one that is quantised
+    returns  tensors by the names of `mtp.…`, and none if there is no block. InputError for several
+             blocks, and for one that is quantised
     """
     ask_hub(path, WEIGHTS)
     with explain_errors("a checkpoint whose files can be read", path):
-        listing, file_of = find_file(path, WEIGHTS), {}
-        check_file(listing)
-        if listing.name.endswith(".safetensors.index.json"):
-            file_of = read_json(listing)["weight_map"]
-        elif listing.suffix == ".safetensors":
-            file_of = dict.fromkeys(safe_open(listing, "pt").keys(), listing.name)
-    block = {name: rename(name, layers) for name in file_of if rename(name, layers)}
-    several = any(re.match(r"mtp\.layers\.[^0]", name) for name in block.values())
-    require(not several, option, "a checkpoint with one MTP block", f"several in {path!r}")
-    tensors = {}
-    with explain_errors("an MTP block that can be read", path):
-        for file in {file_of[name] for name in block}:
-            with safe_open(find_file(path, [file]), "pt") as opened:
-                tensors |= {block[name]: opened.get_tensor(name)
-                            for name in block if file_of[name] == file}
+        tensors = read_tensors(path, lambda name: rename(name, layers))
         fuse_experts(tensors)
+    several = any(re.match(r"mtp\.layers\.[^0]", name) for name in tensors)
+    require(not several, option, "a checkpoint with one MTP block", f"several in {path!r}")
     coded = [name for name, x in tensors.items() if x.itemsize == 1 or "_scale" in name]
     require(not coded, option, "a checkpoint with an MTP block that is not quantised",
             f"{path!r} with {coded[:1]}")
@@ -278,5 +265,4 @@ def train(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 COMMAND_LINE = dict(methods=[mtp], commands=[train], ranges={"nodes": (4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

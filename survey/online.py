@@ -32,7 +32,7 @@ from typing import Iterator
 
 from common import Sampler, context_length, greedy
 from speculative import speculative
-from support.engine import EngineLM, require
+from support.engine import EngineLM, require, run_as_program
 from support.layers import move_counts
 from support.parts import score_with
 from training.loop import Training, divergence_in_parts
@@ -148,5 +148,4 @@ def online(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int =
 COMMAND_LINE = dict(methods=[online], ranges={"gamma": (2, 4, 6, 8)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -34,7 +34,7 @@ from typing import Iterator
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
-from support.engine import EngineLM, log_round
+from support.engine import EngineLM, log_round, run_as_program
 from support.trees import Acceptance, Node, best_tree
 
 import torch
@@ -136,5 +136,4 @@ COMMAND_LINE = dict(methods=[recycling], shared={"successors": Successors},
                     ranges={"nodes": (2, 4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

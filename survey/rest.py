@@ -71,7 +71,7 @@ from typing import Iterable, Iterator
 
 from common import InputError, Sampler, begin, context_length, greedy, trie, walk
 from support.clock import list_sizes, recall
-from support.engine import MODELS, EngineLM, log_round
+from support.engine import MODELS, EngineLM, log_round, run_as_program
 from support.files import explain_errors
 from support.parts import load_part, save_part
 from training.texts import collect_answers
@@ -322,5 +322,4 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
 COMMAND_LINE = dict(methods=[rest], commands=[build], ranges={"nodes": (2, 4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

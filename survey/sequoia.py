@@ -66,7 +66,7 @@ from typing import Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, walk
 from support.clock import Choice, recall
-from support.engine import EngineLM, log_round, require
+from support.engine import EngineLM, log_round, require, run_as_program
 
 import torch
 
@@ -331,5 +331,4 @@ def sequoia(target: EngineLM, draft: EngineLM, prompt: list[int], *, nodes: int 
 COMMAND_LINE = dict(methods=[sequoia], ranges=RANGES)
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -41,7 +41,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 
 from common import Sampler, begin, greedy, trie, walk
 from speculative import residual
-from support.engine import EngineLM, log_round, require
+from support.engine import EngineLM, log_round, require, run_as_program
 
 import torch
 
@@ -296,5 +296,4 @@ COMMAND_LINE = dict(methods=[specinfer, spectr],
                     ranges={"gamma": (1, 2, 3, 4, 5, 6, 8, 10, 12), "K": (1, 2, 3, 4)})
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

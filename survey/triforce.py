@@ -61,7 +61,7 @@ from typing import Iterator
 
 from common import FAR, KVCache, Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import EngineLM, grouped_attention, log_round, require
+from support.engine import EngineLM, grouped_attention, log_round, require, run_as_program
 from support.layers import move_counts
 from survey.cascade import Level, review
 
@@ -297,5 +297,4 @@ COMMAND_LINE = dict(methods=[triforce], ranges={"gamma": (1, 3, 5, 8), "inner": 
                     graphs=False)
 
 if __name__ == "__main__":
-    from cli.commands import main  # the command line is in cli/, a folder of this project
-    raise SystemExit(main(**COMMAND_LINE))
+    run_as_program(__file__)

@@ -87,6 +87,11 @@ def script(name: str, *argv) -> int:
         return status_of(lambda: runpy.run_module(name, run_name="__main__"))
 
 
+def rows_of(lm) -> int:
+    """Count the rows of all calls of a model."""
+    return sum(rows for rows, read, _ in lm.passes if read)
+
+
 def forget_project(folder=ROOT) -> None:
     """Forget all modules of a copy of the project, and where it is. Packages stay imported."""
     def lies_there(path: str) -> bool:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from cli.commands import RANGES, main as call_command_line
-from cli.main import explain_slowdown, run_script
+from cli.main import run_script
 from cli.options import fits, read_options, read_ranges, select_options, write_option
 from cli.prompts import read_prompts
 from cli.run import Run
@@ -184,17 +184,6 @@ def test_compare_takes_the_model_whose_text_a_method_writes(ask):
     plain = ask(*ONE, file="jacobi")[1]
     status, out, err = ask(*ONE, "--compare", file="survey.layerskip")
     assert status == 0 and "output equals autoregressive" in err and out != plain
-
-
-def test_a_slow_run_says_why():
-    """By hand: AR's calls take 0.1 s, calls of 16 rows 0.21 s, and the guesses of each 0.1 s."""
-    def run_of(all_seconds, **counts):
-        return SimpleNamespace(tokens=20, seconds=all_seconds, models={
-            "target": SimpleNamespace(prompt_seconds=1.0, **counts)})
-    ar = run_of(3.0, seconds=2.0, calls=20, rows=20)
-    run = run_of(4.1, seconds=2.1, calls=10, rows=160)
-    assert explain_slowdown(run, ar) == ("slower here: a call of 16 rows costs 2.1 calls of one, "
-                                         "its guesses cost 1.0, and it gives 2.0 tokens")
 
 
 def test_compare_looks_at_every_prompt_and_at_the_end(ask):

@@ -13,7 +13,7 @@ from cli.run import kind_for
 from common import InputError, autoregressive
 from fake_cuda import FakeCuda
 from families import near, tiny
-from helpers import CLOSE, check_refused, main, tokens_of
+from helpers import CLOSE, check_refused, main, rows_of, tokens_of
 from methods import tuning_of
 from speculative import report, speculative
 from support.engine import EngineLM
@@ -43,7 +43,7 @@ def test_shapes_are_few():
         assert len(lm.forward([5] * n)) == n
     assert [rows for rows, _ in seen] == [1, 2, 4, 8, 8, 16, 32, 64, 128, 128, 129]
     assert {slots for _, slots in seen} == {lm.cache.slots} == {640}
-    assert lm.rows == sum(widths) + 140 and lm.calls == len(widths) + 1
+    assert rows_of(lm) == sum(widths) + 140 and lm.calls == len(widths) + 1
     assert {shape[1] for *_, shape in lm.captured} <= set(WIDTHS)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from common import autoregressive
 from families import deep, rand
 from heads import attend
-from helpers import CLOSE, note_calls, take, tokens_of
+from helpers import CLOSE, note_calls, rows_of, take, tokens_of
 from support.engine import EngineLM
 from support.layers import view
 from support.parts import save_part, score_with
@@ -40,12 +40,12 @@ def test_no_layer_runs_twice_for_a_row_and_the_head_reads_no_row_in_vain(monkeyp
     next(layerskip(target, PROMPT, **how))  # the check of the two halves is over
     for seen in runs, heads:
         seen.clear()
-    calls, rows = target.calls, target.rows
+    calls, rows = target.calls, rows_of(target)
     take(layerskip(target, [5] * 140, **how), 5)
     prompt = [(0, 128), (1, 128), (0, 11), (1, 11), (2, 128), (3, 128), (2, 11), (3, 11)]
     assert runs == prompt + ([(0, 1), (1, 1)] * 4 + [(2, 4), (3, 4)]) * 5
     assert sum(heads) == 5 * (3 + 4)
-    assert (target.calls - calls, target.rows - rows) == (5, 20)
+    assert (target.calls - calls, rows_of(target) - rows) == (5, 20)
 
 
 # -------------------------------------------------------------------------------- what an exit says

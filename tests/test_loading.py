@@ -128,7 +128,8 @@ def stem_of(weights: dict) -> str:
 
 # What is beside the weights of a linear map {stem} of an inner module {place}
 LOST = ["{stem}.lora_A.weight", "{stem}.lora_B.default.weight", "{stem}.weight_scale",
-        "base_model.model.{stem}.lora_A.weight", "{place}.another_norm.weight", "lm_head.bias"]
+        "base_model.model.{stem}.lora_A.weight", "{place}.another_norm.weight", "lm_head.bias",
+        "{place}.experts.0.up_proj.weight_scale"]
 HARMLESS = ["{place}.rotary_emb.inv_freq", "{place}.masked_bias", "mtp.layers.0.self_attn.q.weight",
             "{after}.weight", "v_head.summary.weight", "logit_scale", "model.visual.std_scale",
             "model.visual.blocks.0.attn.qkv.bias"]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Linear
 
-from common import InputError
 from families import FAMILIES, MORE_FAMILIES, OTHERS, tiny
 from helpers import check_refused, note_calls
 from support import packed
@@ -131,67 +130,33 @@ def shared(tied: bool = True) -> torch.nn.ModuleDict:
     return model
 
 
-def train_with(kind, **options):
-    """Return a function that makes a step of an optimizer on a weight."""
-    @torch.inference_mode(False)
-    @torch.enable_grad()
-    def train(weight: torch.Tensor) -> None:
-        optimizer = kind([weight], 1e-3, **options)
-        F.linear(torch.ones(2, 512), weight).square().sum().backward()
-        optimizer.step()
-    return train
-
-
-def keep_data(weight: torch.Tensor) -> None:
-    """Write to what was got as `data` before another write was noticed."""
-    kept = weight.data
-    kept.mul_(2)
-    kept[3] = 1.0
-
-
 MODELS = {  # what is packed, and whose weight is written to
     "a layer": (lambda: torch.nn.ModuleDict({"one": layer()}), "one"),
     "a layer that shares its weight": (lambda: shared(tied=False), "one"),
-    "embeddings": (shared, "table"), "the head of embeddings": (shared, "two")}
+    "the head of embeddings": (shared, "two")}
 WRITES = {
-    "multiply": lambda weight: weight.mul_(2), "zero": lambda weight: weight.zero_(),
-    "turned": lambda weight: weight.t().mul_(2), "flat": lambda weight: weight.flatten().mul_(2),
-    "a row": lambda weight: weight.__setitem__(3, 1.0), "rows": lambda weight: weight[:7].mul_(2),
+    "multiply": lambda weight: weight.mul_(2), "a row": lambda weight: weight.__setitem__(3, 1.0),
+    "rows": lambda weight: weight[:7].mul_(2), "turned": lambda weight: weight.t().mul_(2),
     "detached": lambda weight: weight.detach().mul_(2), "init": torch.nn.init.ones_,
     "data": lambda weight: weight.data.mul_(2),
-    "data of rows": lambda weight: weight.data[:7].mul_(2),
-    "kept data": keep_data, "zero data": lambda weight: weight.data.zero_(),
     "loaded": lambda weight: weight.copy_(torch.ones(520, 512)),  # as load_state_dict does
-    "copy": lambda weight: weight.data.copy_(torch.ones(520, 512)),
-    "set": lambda weight: weight.data.set_(torch.ones(520, 512)),
     "replaced": lambda weight: setattr(weight, "data", torch.ones(520, 512)),
     "together": lambda weight: torch._foreach_mul_([weight], 2),
-    "sgd": train_with(torch.optim.SGD), "adamw": train_with(torch.optim.AdamW),
-    "fused": train_with(torch.optim.AdamW, fused=True)}
+    "read": lambda weight: F.linear(torch.ones(2, 512), weight)}
 
 
-UNCOUNTED = {("embeddings", "fused")}  # PyTorch does not count it, as packed.py says
-
-
-@pytest.mark.parametrize("what, how", sorted({*itertools.product(MODELS, WRITES)} - UNCOUNTED))
-def test_a_write_changes_what_is_computed_or_fails(what, how):
-    """And what fails has changed nothing. Inference mode has rules of its own for writes."""
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("what", MODELS)
+def test_a_write_to_a_packed_weight_fails(what, how):
+    """And it has changed nothing. Inference mode has rules of its own for writes."""
     make, place = MODELS[what]
+    ours, theirs = pack(make()), make()
     for mode in torch.no_grad, torch.inference_mode:
-        ours, theirs = pack(make()), make()
         with mode():
-            try:
-                WRITES[how](ours[place].weight)
-            except InputError as error:
-                assert "unpack the model first" in str(error)
-            else:
-                WRITES[how](theirs[place].weight)
-        with torch.inference_mode():
-            x = torch.ones(2, 512)
-            for one in {*ours} - {"table"}:
-                assert torch.allclose(ours[one](x), theirs[one](x), rtol=1e-5, atol=1e-5)
-                weights = [x.state_dict()[f"{one}.weight"] for x in (ours, theirs)]
-                assert torch.equal(*weights) and torch.equal(unpack(ours)[one].weight, weights[1])
+            check_refused("unpack the model first", WRITES[how], ours[place].weight)
+        for one in {*ours} - {"table"}:
+            assert same(ours[one], theirs[one])
+            assert torch.equal(ours.state_dict()[f"{one}.weight"], theirs[one].weight)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -270,9 +235,6 @@ def test_parts_read_the_blocks_of_their_model(every_weight, tied):
         part = match_type(make(model), model)
         assert is_packed(part) and type(blocks) is Blocks and model.lm_head.weight is blocks
         assert any(x is model.lm_head for x in part.modules())
-        with torch.inference_mode():
-            model.lm_head(torch.ones(1, model.lm_head.in_features))
-        assert model.lm_head.weight is blocks  # no move to where it is counts as a write
     part = EagleLayer(model)
     fill_layer(part, part.trainable(), part.trainable(), "a released head", model)
     check_refused("unpack the model first", model.double)

@@ -23,8 +23,8 @@ from training import loop as training, texts as reading
 from training.loop import Training, divergence
 from training.texts import (answer_all, collect_answers, find_frequent, measure_right,
                             prepare_training, read_texts, sample_alike)
-from training.settings import Settings, use_settings
-from trainings import FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run
+from trainings import (FLAT, PROMPTS, TRAININGS, TWINS, WORDLESS, list_changes, make_llama, run,
+                       use_settings)
 
 
 # ------------------------------------------------------------------------------------ the loop
@@ -39,7 +39,7 @@ class Toy:
             options["optimizers"] = [AdamW([p]) for p in self.parameters.values()]
         self.scale, self.sampled = scale, []
         options = dict(name="toy", steps=4, lr=0.1, accumulate=2) | options
-        with use_settings(Settings(accumulate=options.pop("accumulate"))):
+        with use_settings(accumulate=options.pop("accumulate")):
             self.training = Training(self.parameters, fingerprint, folder=folder, **options)
 
     def loss_of(self, rng: random.Random) -> torch.Tensor:
@@ -257,7 +257,7 @@ def test_another_training_never_goes_on_from_what_is_there(line, tmp_path, monke
     models = [make_llama(), make_llama(), make_llama(0.1), make_llama().bfloat16()]
     for model, given in [*((model, {}) for model in models),
                          *((make_llama(), x) for x in ({"accumulate": 2}, *list_changes(line)))]:
-        with use_settings(Settings(accumulate=given.pop("accumulate", 1))):
+        with use_settings(accumulate=given.pop("accumulate", 1)):
             run(line, tmp_path, model, **given)
     assert files[0] == files[1] and len({*files}) == len(files) - 1, files
 
@@ -421,19 +421,19 @@ def test_prompts_without_room_for_an_answer_are_skipped(split):
     """An answer of 20 tokens must fit. So a prompt has at most 10 of 30 tokens, or 140 of the
     context's 160."""
     for most, room in (2048, 140), (30, 10):
-        with use_settings(Settings(max_length=most)):
+        with use_settings(max_length=most):
             data, held_out = split([[3] * room, [4] * (room + 1), [5] * 2, [3] * room])
         assert sorted(len(p) for p, _ in data + held_out) == [2, room]
     # Nothing predicts an answer of one token.
     check_refused("expected 2 prompts or more .* 2 tokens .* got 1", split, [[5] * 2, [7]])
-    with use_settings(Settings(max_length=20)), pytest.raises(InputError, match="must be below 20"):
+    with use_settings(max_length=20), pytest.raises(InputError, match="must be below 20"):
         split([[3]])
 
 
 def test_given_pairs_take_the_place_of_answers(split):
     """Long answers are cut, and a prompt counts once."""
     pairs = [([1] * 4, [6, 7, 8]), ([2] * 8, [6, 7, 8]), ([3] * 9, [6, 7, 8]), ([1] * 4, [9, 9])]
-    with use_settings(Settings(max_length=10, pairs=pairs)):
+    with use_settings(max_length=10, pairs=pairs):
         data, held_out = split([])
     assert sorted(data + held_out) == [([1] * 4, [6, 7, 8]), ([2] * 8, [6, 7])]
 

@@ -4,6 +4,7 @@ Each command line stands for a training, and beside it is what decodes with the 
 that the training leaves."""
 import importlib
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import cllm
 from cli.commands import parse_command
 from cli.options import read_options, select_options
 from families import deep
+from training.settings import SETTINGS, Settings
 from training.texts import digest
 
 TRAININGS = {  # a training: the decoding that reads OUT
@@ -38,6 +40,18 @@ FLAT = {"bita train --P 3 --M 2", "survey.masks train --L 2",  # their loops are
         "cllm train --lr 1e-2 --states 2"}  # and in cllm.py
 CHOICES = {"heads": ("medusa", "hydra"), "taps": ("0,1", "0,2", "2")}
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
+
+
+@contextmanager
+def use_settings(**settings):
+    """Let all trainings inside a `with` have these settings."""
+    before = SETTINGS.set(Settings(**settings))
+    try:
+        yield
+    finally:
+        SETTINGS.reset(before)
+
+
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 WORDLESS = SimpleNamespace(  # a tokenizer, as far as needed
     eos_token_id=None, decode=str, save_pretrained=str,

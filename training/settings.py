@@ -1,5 +1,4 @@
 """This file has what every training can be told. cli/ prints OPTIONS, and checks their values."""
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from textwrap import fill
@@ -45,13 +44,3 @@ Settings.__doc__ += "\n\n" + "\n".join(
 # The settings of the training that runs now. They are no arguments, since a method would only pass
 # them on.
 SETTINGS = ContextVar("settings", default=Settings())
-
-
-@contextmanager
-def use_settings(settings: Settings):
-    """Let all trainings inside a `with` have these settings."""
-    before = SETTINGS.set(settings)
-    try:
-        yield
-    finally:
-        SETTINGS.reset(before)
