@@ -112,9 +112,10 @@ def tap_layers(model, taps: list[int] | None, seen: list):
     def keep_output(module, args, output) -> None:
         seen.append(output[0])
 
+    depth = depth_of(model)
     with ExitStack() as hooks:
-        for i in taps or [depth_of(model)]:
-            if i < depth_of(model):
+        for i in taps or [depth]:
+            if i < depth:
                 layer = list_layers(model)[i]
                 hook = layer.register_forward_pre_hook(keep_input, with_kwargs=True)
             else:

@@ -143,15 +143,15 @@ METHODS = {
     "speculative, block": line_of(speculative.speculative, 0.02, gamma=4, verification="block",
                                   few=dict(gamma=2)),
     "specinfer": line_of(several_drafts.specinfer, 0.05, gamma=4, K=3, few=dict(gamma=1, K=2)),
-    "specinfer, two drafts": line_of(several_drafts.specinfer, 1.0, 2.0, gamma=4, K=2,
+    "specinfer, two drafts": line_of(several_drafts.specinfer, 1.0, 2.0, gamma=2, K=2,
                                      few=dict(gamma=1)),
     "spectr": line_of(several_drafts.spectr, 0.05, gamma=4, K=3, few=dict(gamma=1, K=2), vocab=2),
-    "bild, rollback 0": line_of(lossy.bild, 0.02, gamma=4, fallback=0.1, rollback=0.0),
+    "bild, rollback 0": line_of(lossy.bild, 0.02, gamma=2, fallback=0.1, rollback=0.0),
     "specdec, beta 1": line_of(lossy.specdec, 0.02, gamma=4, beta=1),
     "ouroboros": line_of(ouroboros.ouroboros, 0.02, gamma=4, W=3, pool=own_pool),
     "bita": line_of(bita.bita, tree="efficient", k=3, tuning=partial(tuning_of, P=4, M=3)),
     "bita, full tree": line_of(bita.bita, tree="full", k=2, tuning=partial(tuning_of, P=4, M=2)),
-    "cascade": line_of(cascade.cascade, 0.02, 0.05, gamma=4, inner=2, tail=2, grams="",
+    "cascade": line_of(cascade.cascade, 0.02, 0.05, gamma=2, inner=2, tail=2, grams="",
                        few=dict(gamma=1, inner=1, tail=0), vocab=2),
     "triforce": line_of(triforce.triforce, 0.02, gamma=4, inner=2, budget=6, chunk=2, sinks=2,
                         window=5, vocab=2,
@@ -220,9 +220,9 @@ def play_rounds(name: str, model, prompt: list[int], run_as: type, anew: bool = 
         options["successors"] = recycling.Successors()
     while len(rounds) < 9:
         if anew or chunks is None:
-            other, line = METHODS["dflash"](model), (METHODS | LOSSY)[name](model)
+            line = (METHODS | LOSSY)[name](model)
             target, log, fed = kind_for(line.method, run_as)(model, vocab), [], []
-            for before in [line, other] if earlier else []:
+            for before in [line, METHODS["dflash"](model)] if earlier else []:
                 next(chunks_of(before, target, earlier, run_as))
             chunks = chunks_of(line, target, text[:], run_as, log=log, **options)
             forward = target.forward
