@@ -213,13 +213,11 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     parts = {}
     for kind, make in KINDS.items():
         path = Path(adapters) / f"{kind}.safetensors"
-        if path.exists():
-            parts[kind] = make(lm, kind, str(path))
-    if "mtp" not in parts:
-        try:
-            parts["mtp"] = KINDS["mtp"](lm, "mtp", "")
-        except InputError as error:  # no block, or one that cannot be used
-            print(f"mtp is left out: {error}", file=sys.stderr)
+        if path.exists() or kind == "mtp":  # whose block may be in the target's own files
+            try:
+                parts[kind] = make(lm, kind, str(path) if path.exists() else "")
+            except InputError as error:  # there is no block, or it is a part of another model
+                print(f"{kind} is left out: {error}", file=sys.stderr)
     tokens, entries, guessed = replay_answers(lm, data, store, parts)
     # For each entry before a token: its class, and the token's share of the followers.
     chains = []

@@ -228,7 +228,8 @@ def test_a_pool_is_fitted_to_what_is_right():
 
 def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch, capsys):
     """Answers that the datastore has are left out of it. The n-grams name x, which is right once of
-    two times, and the parts name y. A part is left out if the target has none."""
+    two times, and the parts name y. A part is left out if the target has none, or if it is another
+    model's."""
     model, stores, prompts = tiny("llama"), [], [[x, 9, 7] for x in range(4, 24)]
     group, guessed, first, file = (0, 2, 1), [{"y": 0.6}] * 2, tmp_path / "first", tmp_path / "t"
 
@@ -238,10 +239,12 @@ def test_trust_is_of_a_model_and_its_parts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fit_module, "replay_answers", replay)
     store, most = str(tmp_path / "store"), dict(max_new_tokens=12)
     build(model, WORDLESS, [*prompts, [3, 1, 4]], out=tmp_path / "store", **most)
-    save_trained(tmp_path / "hydra.safetensors", Heads(model, "hydra", 2), model)
+    for kind, owner in ("hydra", model), ("medusa", tiny("gpt2")):
+        save_trained(tmp_path / f"{kind}.safetensors", Heads(owner, kind, 2), owner)
     how = dict(work=tmp_path, datastore=store, adapters=tmp_path) | most
     fit(model, WORDLESS, prompts, out=first, **how)
-    assert "mtp is left out: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "mtp is left out: " in said and "medusa is left out: " in said
     monkeypatch.setattr(guessers, "load_mtp", lambda path, model: MTPBlock(model, len(path)))
     fit(model, WORDLESS, prompts, out=file, **how)
     known, trust = load_trust(file, model), fit_trust([[(group, 0.75)], [(group, 0.0)]], CLASSES)
