@@ -189,8 +189,8 @@ def encode_pair(model, tokenizer, row: dict, chat: dict | None) -> Pair:
             prompt, answer = render_pair(tokenizer, messages, row.get("tools"), chat or {})
         if isinstance(prompt, str):
             prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
-            ended = iter([[*answer, tokenizer.eos_token_id]])
-            [answer] = until(ended, len(answer) + 1, eos_ids(model, tokenizer))
+            whole = [*answer, tokenizer.eos_token_id]
+            answer = next(until(iter([whole]), len(whole), eos_ids(model, tokenizer)))
         wrong = {*prompt, *answer} - {*range(vocab)}
         if wrong:
             raise ValueError(f"the model has tokens from 0 to {vocab - 1}, and not {min(wrong)!r}")

@@ -30,8 +30,8 @@ class TokenTexts:
         add(second byte)         "é"
 
     If tokens are single bytes, wrong bytes may follow a character. Then a decoding of all of them
-    has signs of an error in place of this character, too. Here it stays, since it has been given
-    away.
+    has signs of an error in place of this character, too. Here a character that was given away
+    stays.
 
     A tokenizer that is written in Python may change all of a text until its end. Then all of the
     text is the last piece.

@@ -1,9 +1,9 @@
 """Writes the page of `--trace FILE.html`, which steps through every call of a run.
 
-No method knows that it is recorded. While a run lasts, three methods of the class EngineLM are
-replaced: each replacement calls the original, then writes down what happened. Afterwards the
-originals are put back, and also inside `once`, whose calls only try what was read from a file. Slow
-work waits until the round is over, when no clock runs.
+No method knows that it is recorded. While a run lasts, methods of the class EngineLM are replaced:
+each replacement calls the original, then writes down what happened. Afterwards the originals are
+put back. They are also put back inside `once`, whose calls are no part of decoding. Slow work waits
+until the round is over, when no clock runs.
 
 An example is the round of a method that guesses 7 or 8 after the root 5:
 
