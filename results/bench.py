@@ -410,10 +410,10 @@ class Results:
         return f"{sum(a.output == b.output for (_, a), (_, b) in pairs)} of {len(pairs)}"
 
 
-def table(rows: list[list[str]]) -> str:
-    """Format rows of cells as a Markdown table; the first row is its head."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def table(lines: list[list[str]]) -> str:
+    """Format lines of cells as a Markdown table; the first line is its head."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 # -------------------------------------------------------------------------------- the tables
@@ -440,7 +440,7 @@ def build_peers(bench: Bench) -> list[tuple[str, str, Theirs]]:
 
 
 def choose_lines(args: argparse.Namespace) -> list[str]:
-    """List the rows that the command line asks for; the first one is AR."""
+    """List the lines of the table that the command line asks for; the first one is AR."""
     lines = [*ALL] if not (args.only or args.row) else ALL[:1]
     for name in args.only:
         found = [name] if name in ALL else [line for line in ALL if line.startswith(name)]
@@ -480,18 +480,18 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
 
 
 def print_tables(bench: Bench) -> None:
-    """Measure the rows that are asked for beside transformers' own, and print two tables."""
+    """Measure the methods that are asked for beside transformers' own, and print two tables."""
     runs = keep_fitting(choose_lines(bench.args), bench.row)
     peers = build_peers(bench)
     results = bench.measure(runs | {name: form for _, name, form in peers})
     lines = [make_line(bench, results, method) for method in results.counts]
     print(table([[*lines[0]], *([*line.values()] for line in lines)]))
-    rows = [["ratio of tokens/s", "all", *bench.categories]]
+    compared = [["ratio of tokens/s", "all", *bench.categories]]
     for ours, theirs, _ in peers:
         if ours in results.counts:
             ratios = [results.ratios(ours, theirs, name) for name in (None, *bench.categories)]
-            rows.append([f"{ours} / {theirs}", *(f"{median(x):.2f}" for x in ratios)])
-    print(table(rows) if rows[1:] else "")
+            compared.append([f"{ours} / {theirs}", *(f"{median(x):.2f}" for x in ratios)])
+    print(table(compared) if compared[1:] else "")
 
 
 # ---------------------------------------------------------------------------- the command line
