@@ -6,9 +6,9 @@ space          Yi et al., "Generation Meets Verification: Accelerating Large Lan
                Inference with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809. The model
                itself is tuned to fill in one mask token. Every call verifies and drafts
 
-    python -m survey.masks train --prompts FILE --out my.safetensors            # PaSS's tokens
+    python -m cli bita train --P 0 --M 4 --steps 300 --prompts FILE --out my.safetensors    # PaSS
     python -m survey.masks --tokens my.safetensors --prompt "..."
-    python -m survey.masks tune --prompts FILE --out tuned.safetensors          # SPACE's model
+    python -m survey.masks tune --prompts FILE --out tuned.safetensors                      # SPACE
     python -m survey.masks --method space --tuning tuned.safetensors --prompt "..."
 
 PaSS drafts with a chain of L look-ahead tokens LA. The output after each row is the token that
@@ -48,7 +48,9 @@ Both methods are BiTA (../bita.py) with parts left out, and use its training:
              are no masks, so that drafting needs a call of its own
     SPACE    no prompt tokens, and the same mask token k times. Instead the model itself is tuned
 
-Their training needs `bita.mask_logits`. In one pass it puts a group of masks after each of many
+PaSS's tokens are trained by bita.py itself, with `--P 0`. SPACE is trained here.
+
+Both trainings need `bita.mask_logits`. In one pass it puts a group of masks after each of many
 places of an answer, and gives the logits of each mask. A mask sees the text up to its place, the
 masks of its group before it, and itself.
 
@@ -71,8 +73,7 @@ import random
 from pathlib import Path
 from typing import Iterator
 
-import bita
-from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
+from bita import Tuning, attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
 from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, recall
@@ -102,12 +103,12 @@ def embed(lm: CachedLM, ids: list[int], masks: torch.Tensor) -> torch.Tensor:
 
 
 def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
-                  trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
+                  trained: Tuning | None = None, sample: Sampler = greedy,
                   log: list | None = None) -> Iterator[list[int]]:
     """Draft in a call with look-ahead tokens, and verify in the next one (PaSS).
 
     L:      look-ahead tokens, 0 or more. With 0, all that were trained
-    tokens: the file of the look-ahead tokens, made by `python -m survey.masks train`
+    tokens: the file of the look-ahead tokens, made by `python -m cli bita train --P 0`
 
     Yields chunks of 2 to L + 2 tokens; logs {"guessed", "accepted"} a round.
 
@@ -188,27 +189,6 @@ def plan_space(rate: float) -> Iterator[Choice]:
 
 
 # ---------------------------------------------------------------------------------- training
-
-def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str = "", L: int = 4,
-          max_new_tokens: int = 200, steps: int = 300, batch: int = 16, anchors: int = 64,
-          lr: float = 3e-2, seed: int = 0) -> None:
-    """Train PaSS's look-ahead tokens for a frozen model on its own answers.
-
-    This is BiTA's tuning without prompt tokens. Ctrl-C saves what was learnt.
-
-    out:     the safetensors file to make, in a folder that exists
-    start:   a file to go on from, whose L counts instead of --L
-    L:       how many look-ahead tokens to train, 1 or more
-    max_new_tokens: the most tokens of an answer
-    batch:   answers of a step
-    anchors: the most places of an answer after which look-ahead tokens stand, 1 or more
-    lr:      the learning rate at which the cosine begins. 3e-2 is that of BiTA's paper, for 7B to
-             70B parameters, and suited 10M to 135M
-    """
-    bita.train(model, tokenizer, prompts, out=out, start=start, P=0, M=L,
-               max_new_tokens=max_new_tokens, steps=steps, batch=batch, anchors=anchors, lr=lr,
-               seed=seed)
-
 
 @torch.inference_mode()
 def accuracy(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
@@ -297,7 +277,7 @@ def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tens
     return lm, tuning.changes["mask"].detach()
 
 
-COMMAND_LINE = dict(methods=[pass_sampling, space], commands=[train, tune],
+COMMAND_LINE = dict(methods=[pass_sampling, space], commands=[tune],
                     ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)})
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
 # ---------------------------------------------------------------- files that trainings leave
 
 LOADERS = {  # how a training's command line begins, and what loads the file that it leaves
-    "bita": bita.load_tuning, "survey.eagle ": eagle.load_draft, "survey.mtp": mtp.load_draft,
+    "bita train --P 3": bita.load_tuning, "survey.eagle ": eagle.load_draft, "survey.mtp": mtp.load_draft,
     "survey.medusa": lambda path, model: medusa.load_heads(path, "medusa", model),
     "survey.medusa train --K 2 --heads hydra":
         lambda path, model: medusa.load_heads(path, "hydra", model),
