@@ -189,20 +189,8 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
         yield chunk
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say what a run's calls were like, on average."""
-    guessed, accepted = (sum(r[x] for r in run.log) / len(run.log)
-                         for x in ("guessed", "accepted"))
-    expected = sum(sum(r["chances"]) for r in run.log) / len(run.log)
-    return (f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted, {expected:.2f} expected by "
-            "their chances")
-
-
-COMMAND_LINE = dict(
-    methods=[hybrid], report=report, commands=[fit], ranges={"guess": GUESSES},
-    shared={"successors": Successors})
+COMMAND_LINE = dict(methods=[hybrid], commands=[fit], ranges={"guess": GUESSES},
+                    shared={"successors": Successors})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
