@@ -89,13 +89,13 @@ def test_what_is_no_part_is_refused_in_one_line(tmp_path):
 # ---------------------------------------------------------------- files that trainings leave
 
 LOADERS = {  # how a training's command line begins, and what loads the file that it leaves
-    "bita train --P 3": bita.load_tuning, "survey.eagle ": eagle.load_draft, "survey.mtp": mtp.load_draft,
+    "bita train --P 3": bita.load_tuning,
+    "survey.eagle ": eagle.load_draft, "survey.mtp": mtp.load_draft,
     "survey.medusa": lambda path, model: medusa.load_heads(path, "medusa", model),
     "survey.medusa train --K 2 --heads hydra":
         lambda path, model: medusa.load_heads(path, "hydra", model),
     "survey.eagle3": eagle3.load_draft, "survey.dflash": dflash.load_draft,
-    "survey.early_exit": early_exit.load_exit,
-    "survey.layerskip": layerskip.load_tuned,
+    "survey.early_exit": early_exit.load_exit, "survey.layerskip": layerskip.load_tuned,
     "survey.masks tune": lambda path, model: masks.load_space(path, EngineLM(model))}
 PARTS = {line: load for x, load in LOADERS.items() for line in TRAININGS if line.startswith(x)}
 OPTIONAL = {"vocab", "config", "mlp", "bias"}  # older files lack them
