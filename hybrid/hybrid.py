@@ -63,7 +63,7 @@ from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
 from support.clock import MOST, Clock
-from support.engine import MODELS, EngineLM, log_round, require
+from support.engine import MODELS, EngineLM, log_round
 from survey.recycling import Successors
 from survey.rest import DATASTORE, load_datastore
 
@@ -151,7 +151,6 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
 
     The log's "chances" are those of the guesses.
     """
-    require(guess in GUESSES, "guess", ", ".join(GUESSES), guess)
     store = target.once(load_datastore, datastore, target.model)
     facts = target.once(load_trust, trust, target.model)
     trained = load_guesser(target, guess, adapter, facts, trust)

@@ -64,7 +64,7 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, require, tap_layers
+from support.engine import MODELS, EngineLM, depth_of, list_layers, log_round, tap_layers
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, score_with
@@ -141,7 +141,6 @@ def layerskip(target: EngineLM, prompt: list[int], *, E: int = 0, gamma: int = 4
 
     In the log "layers" is how many layers ran one after the other.
     """
-    require(E > 0 or tuning, "E", "1 or more without --tuning", E)
     model, tuned_E = target.once(load_tuned, tuning, target.model)
     target.memo["writer"] = model
     E = E or tuned_E

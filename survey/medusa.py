@@ -264,7 +264,6 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
 
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted"} a call.
     """
-    require(heads in KINDS, "heads", "medusa or hydra", heads)
     file = adapter or f"{MODELS}/{heads}.safetensors"
     trained = trained or target.once(load_heads, file, heads, target.model)
     prompt = begin(prompt, target)
