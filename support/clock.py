@@ -183,6 +183,8 @@ def recall(target: EngineLM, prior: float, guesser: tuple, sizes: tuple = (),
 def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:
     """Return the best trees of all sizes, for a method that fills a tree in one step.
 
+    A tree of one node needs no step.
+
     rates   how often the guess of each rank is right (trees.py)
     depth   the most levels of guesses
     nodes   how many nodes a tree has, the root among them. 0: any number
@@ -190,5 +192,5 @@ def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:
     """
     tree = best_tree([rates] * depth, nodes or MOST)
     tokens = itertools.accumulate(node.chance for node in tree)
-    choices = [Choice(tree[:n], x, n, 1, n) for n, x in enumerate(tokens, 1)]
+    choices = [Choice(tree[:n], x, n, int(n > 1), n) for n, x in enumerate(tokens, 1)]
     return choices[-1:] if nodes else choices

@@ -288,7 +288,7 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
         learnt.learn(parents, path)
         # The next root follows the last accepted node, so heads read that node's feature.
         f = target.features[path[-1:]]  # [1, d]
-        clock.note(1, len(tree))
+        clock.note(int(len(tree) > 1), len(tree))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 

@@ -164,7 +164,7 @@ def test_which_layers_are_tapped():
 # ------------------------------------------------------------------------------ what it is fed
 
 @pytest.mark.parametrize("name, trees", [("eagle", [(9, [1, 2]), (1, []), (1, [])]),
-                                         ("dflash", [9, 1, 1])])
+                                         ("dflash", ["x" * 9, "x", "x"])])
 def test_a_draft_that_waits_reads_all_that_became_final(name, trees, monkeypatch):
     """The clock may choose a tree of one node, which asks no draft. The next tree is that of a
     draft which is given the whole text. So few tokens are often guessed right. EAGLE-3 decodes in
