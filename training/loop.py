@@ -148,12 +148,15 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
 # --------------------------------------------------------------------------- the rates of steps
 
 def cosine(done: int, steps: int) -> float:
-    """Return the rate of a step that falls from 1 to 0 along a cosine."""
+    """Return the factor of the learning rate after `done` of `steps` updates.
+
+    It falls from 1 to 0 along a cosine.
+    """
     return 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
 def warm_cosine(done: int, steps: int) -> float:
-    """Return the rate of a step that rises over a twentieth of the steps, then falls to 0.
+    """Return a factor that rises to 1 over a twentieth of the steps, then falls to 0.
 
     It falls along the same cosine that a run without a warm-up would fall along.
     """
@@ -161,7 +164,7 @@ def warm_cosine(done: int, steps: int) -> float:
 
 
 def warm_linear(done: int, steps: int) -> float:
-    """Return the rate of a step that rises over a twentieth of the steps, then falls to 0."""
+    """Return a factor that rises to 1 over a twentieth of the steps, then falls to 0 in a line."""
     return min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
 
 
@@ -210,8 +213,6 @@ class Training:
         self.done = 0
         self.curve = {}
         self.inside_update = False
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self.note_step)
         settings = (fingerprint, name, steps, lr, rate.__name__, self.passes, max_norm, max_value,
                     seed, [type(x).__name__ for x in self.optimizers])
         self.file = folder / f"{name}-{digest(parameters, settings)}.pt" if folder else None
@@ -312,17 +313,12 @@ class Training:
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
         torch.nn.utils.clip_grad_value_(self.parameters.values(), self.max_value)
+        # From here on weights change. A checkpoint that is written before the update is counted
+        # would hold an update that is half made, or one that is made and not counted.
+        self.inside_update = True
         for optimizer in self.optimizers:
             optimizer.step()
         return total
-
-    def note_step(self, *_) -> None:
-        """Note that an update has begun to change weights. Each optimizer calls this before a step.
-
-        A checkpoint that is written before the update is counted would hold an update that is half
-        made, or one that is made and not counted.
-        """
-        self.inside_update = True
 
 
 def fit_part(part, model, form: tuple, lessons: Lessons, loss_of: Callable, evaluate: Callable, *,
