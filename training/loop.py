@@ -156,7 +156,7 @@ def cosine(done: int, steps: int) -> float:
 
 
 def warm_cosine(done: int, steps: int) -> float:
-    """Return a factor that rises to 1 over a twentieth of the steps, then falls to 0.
+    """Return a factor that rises over a twentieth of the steps, then falls to 0.
 
     It falls along the same cosine that a run without a warm-up would fall along.
     """
@@ -164,7 +164,7 @@ def warm_cosine(done: int, steps: int) -> float:
 
 
 def warm_linear(done: int, steps: int) -> float:
-    """Return a factor that rises to 1 over a twentieth of the steps, then falls to 0 in a line."""
+    """Return a factor that rises over a twentieth of the steps, then falls to 0 in a line."""
     return min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
 
 
