@@ -205,20 +205,6 @@ def tuning_loss(model, score: Callable, pairs: list[tuple[list[int], list[int]]]
     return loss / sum(weights)
 
 
-# --------------------------------------------------------------------------- what an exit says
-
-@torch.inference_mode()
-def measure_exit(model, data: list, layers: int) -> float:
-    """Measure how often an exit, through the last norm and LM head, is right about the next token.
-
-    data     pairs of a prompt and its answer
-    layers   how many layers stand before the exit. After all layers the states also went through
-             the last norm
-    returns  for which share of the tokens of answers the likeliest one is right
-    """
-    return measure_right(view(model, 0, layers), data)
-
-
 # ------------------------------------------------------------------------------------ training
 
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 3,
@@ -244,7 +230,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         return tuning_loss(tuned, score, sample_alike(lessons.data, batch, rng), rng)
 
     def evaluate() -> tuple[dict, str]:
-        right = [measure_exit(tuned, lessons.held_out, n) for n in (E, depth_of(model))]
+        # A view that ends early has the exit: its LM head reads the states through the last norm.
+        right = [measure_right(view(tuned, 0, n), lessons.held_out) for n in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
     fit_part(tuning, model, (batch,), lessons, loss_of, evaluate, name="layerskip", out=out,
