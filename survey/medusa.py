@@ -373,7 +373,8 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
     return match_type(trained, model)
 
 
-COMMAND_LINE = dict(methods=[medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)})
+COMMAND_LINE = dict(methods=[medusa], commands=[train], lossy=["typical"],
+                    ranges={"nodes": (2, 4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
     from cli.commands import main  # the command line is in cli/, a folder of this project
