@@ -228,7 +228,7 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
         tensors = read_block(path, depth_of(model), option)
         if tensors:
             return load_block(path, tensors, model, option)
-        embedded = Path(path).resolve() == (MODELS / "target").resolve()
+        embedded = not adapter and Path(path).resolve() == (MODELS / "target").resolve()
         require(embedded, option, "a checkpoint with an MTP block (for another one, `python -m "
                 "survey.mtp train` makes a block)", repr(path))
     return load_trained(adapter or ADAPTER, MTPBlock.title, model,

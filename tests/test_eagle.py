@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fake_models import paths_of
-from families import MIXED, rand, tiny
+from families import MIXED, deep, rand, tiny
 from helpers import CLOSE, check_refused, note_calls
 from methods import play_rounds
 from naive import NaiveLM
 from support import released
-from support.engine import EngineLM, depth_of, list_layers, tap_layers
+from support.engine import MODELS, EngineLM, depth_of, list_layers, tap_layers
 from support.layers import choose_taps, make_config, read_taps, tap_widths
 from support.loading import check
 from support.parts import head_for, score_with
@@ -326,6 +326,7 @@ def test_another_checkpoint_s_block_is_read_in_its_own_type(tmp_path, monkeypatc
         types.update(x.dtype for name, x in parameters.items() if "bias" not in name)
         fill(parameters, *given)
     monkeypatch.setattr(released, "fill", note_types)
+    check_refused("--adapter .* an MTP block", load_draft, MODELS / "target", deep("llama", 12))
     draft = load_draft(str(tmp_path / "has"), other.bfloat16())
     assert types == {torch.bfloat16} and torch.equal(draft.fc.weight, w[FC].bfloat16())
     assert torch.equal(draft.parts()["mtp.layers.0.mlp.gate.e_score_correction_bias"],

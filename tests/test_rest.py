@@ -114,10 +114,9 @@ def test_a_datastore_has_the_models_own_answers(tmp_path):
     model, file = tiny("llama"), tmp_path / "new" / "store.safetensors"
     prompts, eos = [[a, b, 9, 7] for a in range(20, 24) for b in (30, 31)], eos_ids(model, WORDLESS)
     build(model, WORDLESS, [*prompts, prompts[0], [5] * 150], out=file, max_new_tokens=40)
-    answers = [tokens_of(autoregressive(CachedLM(model), p), 40, eos) for p in prompts]
+    texts = [[9, 7, *tokens_of(autoregressive(CachedLM(model), p), 40, eos)] for p in prompts]
     store = load_datastore(str(file), model)
-    found = store.text.split(BOUNDARY)
-    assert sorted(found) == sorted(["", *(as_text([9, 7, *answer]) for answer in answers)])
+    assert sorted(store.text.split(BOUNDARY)) == sorted(["", *map(as_text, texts)])
 
 
 @pytest.mark.parametrize("largest, kind", [(65534, torch.uint16), (65535, torch.int32)])

@@ -34,8 +34,7 @@ TRAININGS = {  # a training: the decoding that reads OUT
 TWINS = {  # another line runs all the code of each
     "bita train --P 0 --M 2", "survey.medusa train --K 2", "survey.eagle train",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
-FLAT = {"bita train --P 3 --M 2", "bita train --P 0 --M 2",  # their loops are in bita.py
-        "cllm train --lr 1e-2 --states 2"}  # and in cllm.py
+FLAT = {x for x in TRAININGS if x.startswith(("bita", "cllm"))}  # their loops are in these files
 CHOICES = {"heads": ("medusa", "hydra"), "taps": ("0,1", "0,2", "2")}
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
