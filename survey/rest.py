@@ -293,7 +293,8 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Make a datastore of the model's own greedy answers to prompts.
 
     The prompts are chosen as for a training. So a prompt and the longest answer must have room in
-    2,048 tokens, and an answer of one token is left out.
+    2,048 tokens, and an answer of one token is left out. With --text all texts of two tokens or
+    more are kept.
 
     out:  the safetensors file to make
     work: folder of answers, by default OUT.work
