@@ -22,7 +22,7 @@ from functools import partial
 from inspect import signature
 from logging import getLogger
 from pathlib import Path
-from typing import Callable, Container, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 from safetensors import SafetensorError
 from transformers.utils import logging
@@ -48,7 +48,8 @@ class Table(NamedTuple):
 
     methods   the file's methods. The first one is the default
     report    a function that says in a line what a run did
-    lossy     methods whose output may differ from autoregressive text, so --compare only warns
+    lossy     methods, and names of options, with which the output may differ from autoregressive
+              text, so --compare only warns
     shared    for an argument of methods, the function that makes what all prompts of a run share
     ranges    for an option, the values that --tune tries
     target    the default target, a folder of models/
@@ -57,7 +58,7 @@ class Table(NamedTuple):
     """
     methods: list
     report: Callable = count_guesses
-    lossy: Container = ()
+    lossy: Iterable = ()
     shared: dict[str, Callable] = {}
     ranges: dict[str, list] = {}
     target: str = "target"
@@ -221,7 +222,7 @@ def compare(session: Session, run: Run) -> int:
     session.models["target"] = run.models["target"].memo.get("writer", session.models["target"])
     ar = session.decode(autoregressive, {})
     figures = str(ar)  # now: the search for a difference makes more calls
-    exact = run.sample.fixed and run.method not in session.table.lossy
+    exact = run.sample.fixed and not {run.method, *run.options} & {*session.table.lossy}
     speed_up = run.tokens / run.seconds * ar.seconds / ar.tokens
     found = run.find_difference(ar) if exact else "outputs may differ"
     rounds = session.models["target"].dtype.itemsize < 4 and not session.args.invariant

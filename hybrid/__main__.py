@@ -1,4 +1,4 @@
 """This file lets `python -m hybrid` run the command line of hybrid.py."""
-import runpy
+from support.engine import run_as_program
 
-runpy.run_module("hybrid.hybrid", run_name="__main__")
+run_as_program("hybrid")

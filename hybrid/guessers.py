@@ -98,7 +98,8 @@ class Head(Trained):
     def run_root(self, features: torch.Tensor) -> torch.Tensor:
         """Run the head; return logits [1, V']."""
         between = self.embed(torch.tensor([self.root], device=features.device))[:, None]
-        return self.to_logits(self.part.lm_head_of(1)(self.part(1, features[-1:], between)))
+        lm_head = [*self.part.lm_heads, self.part.lm_head][0]  # its own, or the target's
+        return self.to_logits(lm_head(self.part(1, features[-1:], between)))
 
     def score(self, path: tuple[int, ...], worth: float) -> torch.Tensor:
         """Return the logits [V'] after the root."""

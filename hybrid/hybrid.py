@@ -63,7 +63,7 @@ from hybrid.fit import fit
 from hybrid.guessers import GUESSES, Trained, load_guesser, load_trust, pool_chances
 from hybrid.ngrams import NGrams
 from support.clock import MOST, Clock
-from support.engine import MODELS, EngineLM, log_round, require, run_as_program
+from support.engine import MODELS, EngineLM, log_round, run_as_program
 from survey.recycling import Successors
 from survey.rest import DATASTORE, load_datastore
 
@@ -151,7 +151,6 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
 
     The log's "chances" are those of the guesses.
     """
-    require(guess in GUESSES, "guess", ", ".join(GUESSES), guess)
     store = target.once(load_datastore, datastore, target.model)
     facts = target.once(load_trust, trust, target.model)
     trained = load_guesser(target, guess, adapter, facts, trust)
@@ -189,20 +188,8 @@ def hybrid(target: EngineLM, prompt: list[int], *, guess: str = "dflash", nodes:
         yield chunk
 
 
-# ------------------------------------------------------------------------- the command line
-
-def report(run) -> str:
-    """Say what a run's calls were like, on average."""
-    guessed, accepted = (sum(r[x] for r in run.log) / len(run.log)
-                         for x in ("guessed", "accepted"))
-    expected = sum(sum(r["chances"]) for r in run.log) / len(run.log)
-    return (f"a call: {guessed:.1f} guesses, {accepted:.2f} accepted, {expected:.2f} expected by "
-            "their chances")
-
-
-COMMAND_LINE = dict(
-    methods=[hybrid], report=report, commands=[fit], ranges={"guess": GUESSES},
-    shared={"successors": Successors})
+COMMAND_LINE = dict(methods=[hybrid], commands=[fit], ranges={"guess": GUESSES},
+                    shared={"successors": Successors})
 
 if __name__ == "__main__":
     run_as_program(__file__)

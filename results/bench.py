@@ -470,8 +470,7 @@ def make_line(bench: Bench, results: Results, method: str) -> dict[str, str]:
     cells |= {"realised share": f"{median(ratios) / per_call:.0%}",
               "ms a token: target": f"{target:.2f}", "draft": f"{draft:.2f}",
               "rest": f"{total - target - draft:.2f}"}
-    share = bench.share_of_bandwidth() if method == AR else 0.0
-    cells["of the bandwidth"] = f"{share:.0%}" if share else ""
+    cells["of the bandwidth"] = f"{bench.share_of_bandwidth():.0%}" if method == AR else ""
     cells["output as AR's"] = results.same(method, AR)
     if bench.examples:
         right = bench.grade([count.output for _, count in results.counts[method][0]])

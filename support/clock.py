@@ -104,7 +104,6 @@ class Clock:
         self.tokens, self.seconds = 0.0, 0.0  # of the latest rounds
         self.seen = 0  # passes of the model that are noted
         self.due = 0  # the number of passes at which is chosen again
-        self.plan = None
 
     def choose(self, list_choices: Callable[[], Iterable[Choice]]):
         """Begin a round, and return the plan of the choice with the most tokens a second.
@@ -114,7 +113,7 @@ class Clock:
         list_choices   a function that gives the choices
         """
         self.read_passes()
-        if self.plan is None or self.seen >= self.due:
+        if self.seen >= self.due:
             (a, b), (c, d) = self.calls.line(), self.steps.line()
 
             def rate(choice: Choice) -> float:
@@ -123,7 +122,7 @@ class Clock:
                 return tokens / (1e-9 + a + b * rows + c * steps + d * guesses)
             self.plan = max(list_choices(), key=rate).plan
             self.due = self.seen + min(self.seen, EVERY)
-        self.begin()
+        self.began = time.perf_counter()
         return self.plan
 
     def find_prices(self) -> tuple[float, float]:
@@ -133,19 +132,20 @@ class Clock:
                  tokens could be made in the time of one more row of call and guessing. Before the
                  first round the rate is that of a call of one row, which gives one token
         """
-        self.begin()
+        self.read_passes()
+        self.began = time.perf_counter()
         (one, row), (_, guess) = self.calls.line(), self.steps.line()
-        tokens, seconds = (self.tokens, self.seconds) if self.seconds else (1, one + row)
+        tokens, seconds = 1, one + row
+        if self.seconds:
+            tokens, seconds = self.tokens, self.seconds
         rate = tokens / max(seconds, 1e-9)
         return rate, rate * (row + guess)
 
-    def begin(self) -> None:
-        """Start a round, and note the passes over the prompt, if there were any."""
-        self.read_passes()
-        self.began = time.perf_counter()
-
     def read_passes(self) -> float:
-        """Note the passes that the model has made meanwhile; return their seconds."""
+        """Note the passes that the model has made meanwhile; return their seconds.
+
+        Before the first round these are the passes over the prompt.
+        """
         new = self.lm.passes[self.seen:]
         self.seen += len(new)
         for rows, _, seconds in new:
@@ -183,6 +183,8 @@ def recall(target: EngineLM, prior: float, guesser: tuple, sizes: tuple = (),
 def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:
     """Return the best trees of all sizes, for a method that fills a tree in one step.
 
+    A tree of one node needs no step.
+
     rates   how often the guess of each rank is right (trees.py)
     depth   the most levels of guesses
     nodes   how many nodes a tree has, the root among them. 0: any number
@@ -190,5 +192,5 @@ def list_sizes(rates: list[float], depth: int, nodes: int = 0) -> list[Choice]:
     """
     tree = best_tree([rates] * depth, nodes or MOST)
     tokens = itertools.accumulate(node.chance for node in tree)
-    choices = [Choice(tree[:n], x, n, 1, n) for n, x in enumerate(tokens, 1)]
+    choices = [Choice(tree[:n], x, n, int(n > 1), n) for n, x in enumerate(tokens, 1)]
     return choices[-1:] if nodes else choices

@@ -157,9 +157,8 @@ class EngineLM(RecurrentLM):
             raise InputError(f"expected a model in eval mode, and still in {self.dtype}")
         kept = 0
         if self.keeps and taps == self.taps:
-            most = min(self.length, len(ids))
-            while kept < most and self.text[kept] == ids[kept]:
-                kept += 1  # the tokens that both texts begin with
+            alike = [old == new for old, new in zip(self.text[:self.length], ids)]
+            kept = [*alike, False].index(False)  # how many tokens both texts begin with
         if kept == 0:
             self.taps, self.whole = taps, None
         self.starting = True

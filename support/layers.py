@@ -40,14 +40,11 @@ def choose_taps(model) -> list[int]:
     """Choose the three layers that EAGLE-3 taps: an early, a middle and a late one.
 
     model    the target
-    returns  the numbers 2, L/2 and L - 3. InputError if the model has fewer than 7 layers, since
-             these are not three numbers in ascending order then
+    returns  the numbers 2, L/2 and L - 3 in ascending order. A model of fewer than 7 layers may
+             lack some of these layers, or have fewer than three different ones
     """
     L = depth_of(model)
-    if L < 7:
-        raise InputError("expected a model of 7 layers or more, of which layers 2, L/2 and L - 3 "
-                         f"are read, got {L} layers: train a draft for it with --taps")
-    return [2, L // 2, L - 3]
+    return sorted({min(2, L - 1), L // 2, max(0, L - 3)})
 
 
 def read_taps(text: str, model) -> list[int]:

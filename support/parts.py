@@ -124,8 +124,7 @@ def fill(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Ten
         raise InputError(f"expected tensors {wanted}, got {str(path)!r} with {given}")
     for name, x in tensors.items():
         if not (x.is_floating_point() and x.float().isfinite().all()):  # float8 has no isfinite
-            raise InputError(f"expected finite floating-point numbers, got {str(path)!r} with "
-                             f"others in {name}")
+            raise InputError(f"expected finite numbers, got {str(path)!r} with others in {name}")
     for name, p in parameters.items():
         p.data.copy_(tensors[name])
 

@@ -79,7 +79,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from common import KVCache, Sampler, begin, greedy, walk
-from support.clock import Choice, list_sizes, recall
+from support.clock import list_sizes, recall
 from support.engine import MODELS, EngineLM, depth_of, log_round, run_as_program
 from support.layers import read_taps
 from support.parts import Part, score_with, seeded
@@ -231,18 +231,6 @@ def grow_block(draft: BlockDraft, z: torch.Tensor, root: int, n: int) -> tuple[l
     return tree.finish()
 
 
-def plan_block(rates: list[float], depth: int) -> Iterator[Choice]:
-    """Yield all sizes of a tree, for the clock to choose from: plans that are numbers of nodes.
-
-    The tree is taken to be as good as the one that `best_tree` plans by the rates of the ranks.
-
-    depth    the guesses of a block
-    """
-    for choice in list_sizes(rates, depth):
-        n = len(choice.plan)
-        yield choice._replace(plan=n, steps=n > 1)  # a tree of one node needs no block
-
-
 def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str = ADAPTER,
            trained: BlockDraft | None = None, sample: Sampler = greedy,
            log: list | None = None) -> Iterator[list[int]]:
@@ -255,6 +243,9 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     adapter: file of a draft, made by `python -m survey.dflash train`, or the directory or hub id of
              a released one
     Yields chunks of 1 to B tokens. Logs {"guessed", "accepted"} a call.
+
+    With --nodes 0 a tree is taken to be as good as the one that `best_tree` plans by the rates of
+    the ranks.
     """
     draft = trained or target.once(load_draft, adapter, target.model)
     prompt = begin(prompt, target, taps=draft.taps)
@@ -263,9 +254,9 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
     # `unread` has the hidden states of the final tokens that the draft has not read yet. A prompt
     # of one token has none, so its first call has only the root.
     unread = [target.features] if len(prompt) > 1 else []
-    learnt, clock = recall(target, draft.prior, (draft,))
+    learnt, clock = recall(target, draft.prior, (draft,), (nodes,))
     while True:
-        n = nodes or clock.choose(lambda: plan_block(learnt.rates(), draft.B - 1))
+        n = len(clock.choose(lambda: list_sizes(learnt.rates(), draft.B - 1, nodes)))
         ids, parents = chunk[-1:], [-1]
         if n > 1 and unread:
             z = run_block(draft, cache, torch.cat(unread), chunk[-1])[:, :target.vocab]
@@ -275,8 +266,7 @@ def dflash(target: EngineLM, prompt: list[int], *, nodes: int = 0, adapter: str 
         unread.append(target.features[path])
         target.commit(path)
         learnt.learn(parents, path, pruned=True)
-        if nodes == 0 and n > 1:
-            clock.note(1, n)
+        clock.note(int(n > 1), n)
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 

@@ -50,13 +50,13 @@ import re
 from pathlib import Path
 from typing import Iterator
 
-from common import CachedLM, Sampler, begin, context_length, eos_ids, greedy
+from common import CachedLM, Sampler, begin, greedy
 from speculative import predict, verify_block as verify
-from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of, require,
+from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, name_of,
                             require_keys, run_as_program)
 from support.layers import share_weights
 from support.parts import load_facts, save_facts
-from training.texts import answer_all
+from training.texts import collect_pairs
 
 import torch
 from tqdm import tqdm
@@ -241,18 +241,7 @@ def time_call(model) -> float:
     return min(seconds for *_, seconds in lm.passes)
 
 
-def predict_speed(agreement: float, draft_cost: float) -> tuple[float, int]:
-    """Predict how fast decoding is with a draft, and how many guesses a round are best.
-
-    agreement   how often the draft guesses right
-    draft_cost  the seconds of a call of the draft, divided by those of the whole model
-    returns     the speed and gamma. The speed is a multiple of decoding token by token, and gamma
-                is how many guesses a round has at this speed
-    """
-    return max((predict(gamma, agreement, draft_cost)[1], gamma) for gamma in range(1, MOST + 1))
-
-
-def search(model, tokenizer, prompts: list[list[int]], *, out: Path,
+def search(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None,
            max_new_tokens: int = 60) -> None:
     """Choose the blocks that the draft leaves out, and write them into a file.
 
@@ -260,14 +249,15 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path,
     2. Leave out the first n blocks of this ranking, for the n with the best predicted speed. At
        most half of all blocks are left out.
 
+    Agreement is measured on the model's own answers. A prompt that leaves no room for one within
+    2,048 tokens is left out, as in a training.
+
     out:    the JSON file to make
+    work:   folder of answers, by default OUT.work
     max_new_tokens: the most tokens of an answer on which agreement is measured
     """
     require_keys(model)  # `measure_agreement` picks rows of the cache
-    prompts = [p for p in prompts if len(p) + max_new_tokens <= context_length(model)]
-    require(len(prompts) > 0, "prompts", "some that leave room for an answer", "none")
-    answers = answer_all(model, eos_ids(model, tokenizer), prompts, max_new_tokens)
-    data = [(prompt, answer) for prompt, answer in zip(prompts, answers) if answer]
+    data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"))
     blocks = [(kind, layer) for kind in BLOCKS for layer in range(depth_of(model))]
     # Step 1
     # The agreement when only one block is left out
@@ -279,7 +269,9 @@ def search(model, tokenizer, prompts: list[list[int]], *, out: Path,
     for n in range(1, len(blocks) // 2 + 1):
         skipped = by_kind({*ranked[:n]})
         agreement = measure_agreement(model, skipped, data)
-        found.append((*predict_speed(agreement, time_call(without(model, skipped)) / whole), n))
+        cost = time_call(without(model, skipped)) / whole
+        # For each number of guesses in a round the speed, as a multiple of token by token
+        found += [(predict(gamma, agreement, cost)[1], gamma, n) for gamma in range(1, MOST + 1)]
     speed, gamma, n = max(found)
     print(f"{n} of {len(blocks)} blocks, gamma {gamma}: {speed:.2f}x token by token")
     save_facts(out, {"model": model}, **by_kind({*ranked[:n]}))

@@ -178,8 +178,8 @@ def plan_eagle(rates: list[float]) -> Iterator[Choice]:
             levels = scale_levels(n, depth)
             # A pass has a row for each node that gets children. But the first one feeds a pair for
             # each token of the last chunk.
-            rows = [tokens, *levels[1:]][:len(levels)]
-            yield Choice((n, levels), tokens, n, len(levels), sum(rows))
+            rows = tokens + sum(levels[1:]) if levels else 0
+            yield Choice((n, levels), tokens, n, len(levels), rows)
 
 
 @torch.inference_mode()
@@ -268,7 +268,7 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
     # root waits for the first tree, since its pass also guesses the root's children.
     feed(draft, lm, [Pairs(target.features[:-1], prompt[1:-1])])
     unfed = [Pairs(target.features[-1:], chunk)] if len(prompt) > 1 else []
-    n, levels = nodes, scale_levels(nodes, min(LEVELS, nodes - 1))
+    n, levels = nodes, scale_levels(nodes, min(LEVELS, max(0, nodes - 1)))
     learnt, clock = recall(target, draft.prior, (draft,), draft=lm)
     while True:
         if nodes == 0:
@@ -276,6 +276,7 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
         # A prompt of one token has no pair, and a tree of one node needs no draft. In both cases
         # the call has only the root, and new pairs wait until a tree is grown.
         ids, parents = chunk[-1:], [-1]
+        fed = sum(len(pairs.tokens) for pairs in unfed)
         if levels and unfed:
             ids, parents = grow_eagle(draft, lm, unfed, chunk[-1], n, levels)
             unfed = []
@@ -286,7 +287,7 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
         target.commit(path)
         learnt.learn(parents, path, pruned=True)
         if nodes == 0:
-            clock.note(len(levels), len(chunk) + sum(levels[1:]))
+            clock.note(len(levels), fed + sum(levels[1:]))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 

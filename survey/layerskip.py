@@ -64,8 +64,8 @@ from typing import Callable, Iterator
 
 from common import Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, require,
-                            run_as_program, tap_layers)
+from support.engine import (MODELS, EngineLM, depth_of, list_layers, log_round, run_as_program,
+                            tap_layers)
 from support.files import save_model
 from support.layers import move_counts, name_norm, pass_on, split_layers, view
 from support.parts import load_trained, score_with
@@ -142,7 +142,6 @@ def layerskip(target: EngineLM, prompt: list[int], *, E: int = 0, gamma: int = 4
 
     In the log "layers" is how many layers ran one after the other.
     """
-    require(E > 0 or tuning, "E", "1 or more without --tuning", E)
     model, tuned_E = target.once(load_tuned, tuning, target.model)
     target.memo["writer"] = model
     E = E or tuned_E
@@ -207,20 +206,6 @@ def tuning_loss(model, score: Callable, pairs: list[tuple[list[int], list[int]]]
     return loss / sum(weights)
 
 
-# --------------------------------------------------------------------------- what an exit says
-
-@torch.inference_mode()
-def measure_exit(model, data: list, layers: int) -> float:
-    """Measure how often an exit, through the last norm and LM head, is right about the next token.
-
-    data     pairs of a prompt and its answer
-    layers   how many layers stand before the exit. After all layers the states also went through
-             the last norm
-    returns  for which share of the tokens of answers the likeliest one is right
-    """
-    return measure_right(view(model, 0, layers), data)
-
-
 # ------------------------------------------------------------------------------------ training
 
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, E: int = 3,
@@ -246,7 +231,8 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
         return tuning_loss(tuned, score, sample_alike(lessons.data, batch, rng), rng)
 
     def evaluate() -> tuple[dict, str]:
-        right = [measure_exit(tuned, lessons.held_out, n) for n in (E, depth_of(model))]
+        # A view that ends early has the exit: its LM head reads the states through the last norm.
+        right = [measure_right(view(tuned, 0, n), lessons.held_out) for n in (E, depth_of(model))]
         return ({"right": right}, f"held-out tokens right after {E} layers {right[0]:.3f}, "
                 f"after all {right[1]:.3f}")
     fit_part(tuning, model, (batch,), lessons, loss_of, evaluate, name="layerskip", out=out,

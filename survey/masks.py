@@ -6,9 +6,9 @@ space          Yi et al., "Generation Meets Verification: Accelerating Large Lan
                Inference with Smart Parallel Auto-Correct Decoding", arXiv 2402.11809. The model
                itself is tuned to fill in one mask token. Every call verifies and drafts
 
-    python -m survey.masks train --prompts FILE --out my.safetensors            # PaSS's tokens
+    python -m cli bita train --P 0 --M 4 --steps 300 --prompts FILE --out my.safetensors    # PaSS
     python -m survey.masks --tokens my.safetensors --prompt "..."
-    python -m survey.masks tune --prompts FILE --out tuned.safetensors          # SPACE's model
+    python -m survey.masks tune --prompts FILE --out tuned.safetensors                      # SPACE
     python -m survey.masks --method space --tuning tuned.safetensors --prompt "..."
 
 PaSS drafts with a chain of L look-ahead tokens LA. The output after each row is the token that
@@ -48,7 +48,9 @@ Both methods are BiTA (../bita.py) with parts left out, and use its training:
              are no masks, so that drafting needs a call of its own
     SPACE    no prompt tokens, and the same mask token k times. Instead the model itself is tuned
 
-Their training needs `bita.mask_logits`. In one pass it puts a group of masks after each of many
+PaSS's tokens are trained by bita.py itself, with `--P 0`. SPACE is trained here.
+
+Both trainings need `bita.mask_logits`. In one pass it puts a group of masks after each of many
 places of an answer, and gives the logits of each mask. A mask sees the text up to its place, the
 masks of its group before it, and itself.
 
@@ -71,15 +73,14 @@ import random
 from pathlib import Path
 from typing import Iterator
 
-import bita
-from bita import attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
+from bita import Tuning, attach_masks, load_tuning, mask_logits, sample_anchors, sar_loss
 from common import CachedLM, Sampler, begin, greedy, walk
 from speculative import verify_block as verify
 from support.clock import Choice, recall
 from support.engine import MODELS, EngineLM, log_round, require, run_as_program
 from support.layers import move_counts
 from support.parts import load_trained, score_with
-from training.loop import divergence_in_parts, fit_part, warm_linear
+from training.loop import divergence_in_parts, fit_part, report_right, warm_linear
 from training.texts import measure_right, prepare_training, read_answers, sample_alike
 from training.low_rank import Tuned, prepare_changes
 
@@ -102,12 +103,12 @@ def embed(lm: CachedLM, ids: list[int], masks: torch.Tensor) -> torch.Tensor:
 
 
 def pass_sampling(target: EngineLM, prompt: list[int], *, L: int = 0, tokens: str = TOKENS,
-                  trained: "bita.Tuning | None" = None, sample: Sampler = greedy,
+                  trained: Tuning | None = None, sample: Sampler = greedy,
                   log: list | None = None) -> Iterator[list[int]]:
     """Draft in a call with look-ahead tokens, and verify in the next one (PaSS).
 
     L:      look-ahead tokens, 0 or more. With 0, all that were trained
-    tokens: the file of the look-ahead tokens, made by `python -m survey.masks train`
+    tokens: the file of the look-ahead tokens, made by `python -m cli bita train --P 0`
 
     Yields chunks of 2 to L + 2 tokens; logs {"guessed", "accepted"} a round.
 
@@ -189,46 +190,6 @@ def plan_space(rate: float) -> Iterator[Choice]:
 
 # ---------------------------------------------------------------------------------- training
 
-def train(model, tokenizer, prompts: list[list[int]], *, out: Path, start: str = "", L: int = 4,
-          max_new_tokens: int = 200, steps: int = 300, batch: int = 16, anchors: int = 64,
-          lr: float = 3e-2, seed: int = 0) -> None:
-    """Train PaSS's look-ahead tokens for a frozen model on its own answers.
-
-    This is BiTA's tuning without prompt tokens. Ctrl-C saves what was learnt.
-
-    out:     the safetensors file to make, in a folder that exists
-    start:   a file to go on from, whose L counts instead of --L
-    L:       how many look-ahead tokens to train, 1 or more
-    max_new_tokens: the most tokens of an answer
-    batch:   answers of a step
-    anchors: the most places of an answer after which look-ahead tokens stand, 1 or more
-    lr:      the learning rate at which the cosine begins. 3e-2 is that of BiTA's paper, for 7B to
-             70B parameters, and suited 10M to 135M
-    """
-    bita.train(model, tokenizer, prompts, out=out, start=start, P=0, M=L,
-               max_new_tokens=max_new_tokens, steps=steps, batch=batch, anchors=anchors, lr=lr,
-               seed=seed)
-
-
-@torch.inference_mode()
-def accuracy(model, masks: torch.Tensor, data: list, anchors: int = 64) -> list[float]:
-    """Measure how often the likeliest guess of each mask is right.
-
-    model    the model that sees the masks, for SPACE the tuned one
-    masks    embeddings [k, d] of the k masks of a group
-    data     pairs of a prompt and an answer
-    anchors  the most places of an answer after which masks stand
-    """
-    rng = random.Random(0)
-    hits, total = torch.zeros(len(masks)), torch.zeros(len(masks))
-    for pair in data:
-        ids, at, labels = sample_anchors([pair], len(masks), anchors, rng)
-        guesses = mask_logits(model, masks, [], ids, at).argmax(-1).cpu()  # [1, G, k]
-        hits += (guesses == labels).sum((0, 1))
-        total += (labels >= 0).sum((0, 1))  # after the end of an answer a label is -100
-    return (hits / total.clamp(min=1)).tolist()
-
-
 def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = None, k: int = 4,
          rank: int = 16, max_new_tokens: int = 200, steps: int = 300, batch: int = 8,
          anchors: int = 32, lr: float = 1e-3, seed: int = 0) -> None:
@@ -262,11 +223,14 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        right = accuracy(tuned, mask.expand(k, -1), lessons.held_out)
+        right, same = [], random.Random(0)
+        for pair in lessons.held_out:
+            ids, at, labels = sample_anchors([pair], k, anchors, same)
+            guesses = mask_logits(tuned, mask.expand(k, -1), [], ids, at).argmax(-1).cpu()
+            right.append((guesses == labels)[labels >= 0])  # no label is after the answer's end
+        figures, line = report_right(right)
         kept = measure_right(tuned, lessons.held_out)
-        shares = " ".join(f"{x:.3f}" for x in right)
-        line = f"held-out tokens kept {kept:.3f}, guesses right by mask {shares}"
-        return {"right": right, "kept": kept}, line
+        return figures | {"kept": kept}, f"{line}, tokens kept {kept:.3f}"
     fit_part(tuning, model, (k, batch, anchors), lessons, loss_of, evaluate, name="space",
              steps=steps, lr=lr, rate=warm_linear, seed=seed, out=out)
 
@@ -297,7 +261,7 @@ def load_space(path: str | Path, target: EngineLM) -> tuple[EngineLM, torch.Tens
     return lm, tuning.changes["mask"].detach()
 
 
-COMMAND_LINE = dict(methods=[pass_sampling, space], commands=[train, tune],
+COMMAND_LINE = dict(methods=[pass_sampling, space], commands=[tune],
                     ranges={"L": (1, 2, 3, 4), "k": (1, 2, 3, 4)})
 
 if __name__ == "__main__":

@@ -137,10 +137,6 @@ class Heads(Part):
         z = torch.cat([f, between.flatten(1)], 1)
         return self.R[k - 1](z) + F.silu(self.W[k - 1](z))
 
-    def lm_head_of(self, k: int) -> torch.nn.Linear:
-        """Return the LM head that reads what head k gives."""
-        return self.lm_heads[k - 1] if self.lm_heads else self.lm_head
-
 
 def head_states(trained: Heads, model, f: torch.Tensor, tokens: torch.Tensor):
     """Yield for each head what the LM head reads, where all earlier tokens are the text's.
@@ -264,7 +260,6 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
 
     Yields chunks of 1 to K + 1 tokens; logs {"guessed", "accepted"} a call.
     """
-    require(heads in KINDS, "heads", "medusa or hydra", heads)
     file = adapter or f"{MODELS}/{heads}.safetensors"
     trained = trained or target.once(load_heads, file, heads, target.model)
     prompt = begin(prompt, target)
@@ -289,7 +284,7 @@ def medusa(target: EngineLM, prompt: list[int], *, heads: str = "medusa", nodes:
         learnt.learn(parents, path)
         # The next root follows the last accepted node, so heads read that node's feature.
         f = target.features[path[-1:]]  # [1, d]
-        clock.note(1, len(tree))
+        clock.note(int(len(tree) > 1), len(tree))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 
@@ -374,7 +369,8 @@ def load_heads(path: str | Path, kind: str, model) -> Heads:
     return match_type(trained, model)
 
 
-COMMAND_LINE = dict(methods=[medusa], commands=[train], ranges={"nodes": (2, 4, 8, 16, 32, 64)})
+COMMAND_LINE = dict(methods=[medusa], commands=[train], lossy=["typical"],
+                    ranges={"nodes": (2, 4, 8, 16, 32, 64)})
 
 if __name__ == "__main__":
     run_as_program(__file__)

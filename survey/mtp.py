@@ -210,12 +210,13 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
 
     InputError if the block does not fit the model, and if there is none.
     """
-    path, option = str(adapter or model.name_or_path), "adapter" if adapter else "target"
+    path = str(adapter or model.name_or_path)
+    option = "adapter" if adapter else "target"
     if not adapter or is_released(path):
         tensors = read_block(path, depth_of(model), option)
         if tensors:
             return load_block(path, tensors, model, option)
-        embedded = Path(path).resolve() == (MODELS / "target").resolve()
+        embedded = not adapter and Path(path).resolve() == (MODELS / "target").resolve()
         require(embedded, option, "a checkpoint with an MTP block (for another one, `python -m "
                 "survey.mtp train` makes a block)", repr(path))
     return load_trained(adapter or ADAPTER, MTPBlock.title, model,

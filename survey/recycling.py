@@ -35,7 +35,7 @@ from typing import Iterator
 from common import Sampler, begin, greedy, walk
 from support.clock import Clock, list_sizes
 from support.engine import EngineLM, log_round, run_as_program
-from support.trees import Acceptance, Node, best_tree
+from support.trees import Acceptance, Node
 
 import torch
 
@@ -110,13 +110,10 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
     successors.read(prompt)
     chunk = begin(prompt, target)[-1:]  # the last token of a chunk is the root of the next round
     learnt = successors.learnt
-    clock = target.once(Clock, target, key=(recycling,))
+    clock = target.once(Clock, target, key=(recycling, nodes))
     while True:
         # Plan: the likeliest tree by how often each successor was right so far.
-        if nodes:
-            planned = best_tree([learnt.rates()] * DEPTH, nodes)
-        else:
-            planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH))
+        planned = clock.choose(lambda: list_sizes(learnt.rates(), DEPTH, nodes))
         # Guess: fill the tree from M.
         ids, parents = successors.fill(chunk[-1], planned)
         # Verify.
@@ -126,8 +123,7 @@ def recycling(target: EngineLM, prompt: list[int], *, nodes: int = 0,
         learnt.learn(parents, path)
         # Recycle: the target gave logits after all nodes, and so all of them update M.
         successors.learn(ids, logits)
-        if not nodes:
-            clock.note(1, len(planned))
+        clock.note(1, len(planned))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk
 

@@ -69,12 +69,12 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Iterable, Iterator
 
-from common import InputError, Sampler, begin, context_length, greedy, trie, walk
+from common import Sampler, begin, greedy, trie, walk
 from support.clock import list_sizes, recall
-from support.engine import MODELS, EngineLM, log_round, run_as_program
+from support.engine import MODELS, EngineLM, log_round, require, run_as_program
 from support.files import explain_errors
 from support.parts import load_part, save_part
-from training.texts import collect_answers
+from training.texts import collect_pairs
 
 import torch
 
@@ -285,10 +285,6 @@ def load_datastore(path: str | Path, model) -> Datastore:
     with explain_errors("a REST datastore for this model", path):
         _, tensors = load_part(path, "a REST datastore", model)
         text = "".join(map(chr, tensors["tokens"].tolist()))  # with 1 added to each token already
-    # `as_text` adds 1 to a token. So this character stands for the last row of embeddings.
-    last = chr(len(model.get_input_embeddings().weight))
-    if not text.strip(BOUNDARY) or max(text) > last:
-        raise InputError(f"expected tokens that the model has, got none or others in {str(path)!r}")
     return Datastore(text)
 
 
@@ -296,22 +292,21 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
           text: bool = False, max_new_tokens: int = 200) -> None:
     """Make a datastore of the model's own greedy answers to prompts.
 
+    The prompts are chosen as for a training. So a prompt and the longest answer must have room in
+    2,048 tokens, and an answer of one token is left out. With --text all texts of two tokens or
+    more are kept.
+
     out:  the safetensors file to make
     work: folder of answers, by default OUT.work
     text: keep the texts of the file of prompts themselves, and no answers
     max_new_tokens: the most tokens of an answer
     """
-    longest = context_length(model) - max_new_tokens
-    prompts = [list(p) for p in dict.fromkeys(map(tuple, prompts)) if text or len(p) <= longest]
     if text:
         # A text is its own answer. Its first token stands for the prompt, since a call has a root.
-        data = [(p[:1], p[1:]) for p in prompts if len(p) > 1]
+        data = [(p[:1], p[1:]) for p in dict.fromkeys(map(tuple, prompts)) if len(p) > 1]
+        require(data != [], "prompts", "texts of 2 tokens or more", "none")
     else:
-        work = work or Path(f"{out}.work")
-        data = list(zip(prompts, collect_answers(model, tokenizer, prompts, max_new_tokens, work)))
-    if not data:
-        raise InputError(f"expected prompts of at most {longest} tokens, or texts of 2 tokens or "
-                         "more, got none")
+        data = collect_pairs(model, tokenizer, prompts, max_new_tokens, work or Path(f"{out}.work"))
     kept = "".join(as_text(p[-BEGIN:] + a) + BOUNDARY for p, a in data)
     tokens = torch.tensor([ord(x) for x in kept])  # as written, with 1 added to each
     print(f"{len(data)} texts, {len(tokens):,} tokens")

@@ -61,7 +61,8 @@ from typing import Iterator
 
 from common import FAR, KVCache, Sampler, begin, greedy
 from speculative import verify_block as verify
-from support.engine import EngineLM, grouped_attention, log_round, require, run_as_program
+from support.engine import (EngineLM, grouped_attention, log_round, require, require_keys,
+                            run_as_program)
 from support.layers import move_counts
 from survey.cascade import Level, review
 
@@ -253,6 +254,7 @@ def triforce(target: EngineLM, draft: EngineLM, prompt: list[int], *, gamma: int
     for option, lm in (("target", target), ("draft", draft)):
         require(type(lm.cache) is KVCache, option, "a model whose layers all have keys and values, "
                 "and --graphs must be off", type(lm.model).__name__)
+    require_keys(target.model)  # a layer without keys of its own could not choose its rows
     # Alg. 1, before its loop: fill C_p with the context, build C_r out of it, and fill C_q
     text = begin(prompt, target, draft)
     context = text[:-1]

@@ -28,7 +28,7 @@ def find_functions(file: str, keyword: str = "methods") -> list[str]:
     for node in ast.parse(read(file)).body:
         if ast.unparse(node).startswith("COMMAND_LINE = "):
             lists = {x.arg: getattr(x.value, "elts", []) for x in node.value.keywords}
-            return [x.id for x in lists.get(keyword, [])]
+            return [x.id for x in lists.get(keyword, []) if isinstance(x, ast.Name)]
     return []
 
 

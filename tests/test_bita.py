@@ -231,21 +231,6 @@ def test_what_masks_bring():
     assert [*masks.plan_space(0.5)][:2] == [(1, 1.5, 4, 0, 0), (2, 1.75, 9, 0, 0)]
 
 
-def test_how_often_guesses_are_right_by_hand():
-    model, rng, right = tiny("llama", vocab_size=6), random.Random(1), [[], []]
-    data = [([rng.randrange(6) for _ in range(3)], [rng.randrange(6) for _ in range(n)])
-            for n in (9, 2, 14)]
-    trained = tuning_of(model, 0, 2).masks
-    for prompt, answer in data:
-        text = prompt + answer
-        for a in range(len(prompt) - 1, len(text) - 2):
-            guesses = guess_alone(model, trained, text[:a + 1]).argmax(-1)
-            for guess, token, some in zip(guesses.tolist(), text[a + 2:], right):
-                some.append(guess == token)
-    expected = [sum(some) / len(some) for some in right]
-    assert min(expected) > 0 and masks.accuracy(model, trained, data) == pytest.approx(expected)
-
-
 def test_plain_text_counts_as_much_as_masks(tmp_path, monkeypatch):
     """By its divergence from the untuned model, which is 0 at first, and learnt from afterwards. It
     reaches the changes of the layers directly, and the mask hardly."""

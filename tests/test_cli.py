@@ -77,10 +77,10 @@ def saying(chunks: list[list[int]]):
     return said
 
 
-def wrong(target, prompt, *, sample, log=None):
-    """Decode by a method whose output is wrong from its third token on."""
-    for i, [token] in enumerate(autoregressive(target, prompt, sample=sample), 1):
-        yield [token + (i >= 3)]
+def wrong(target, prompt, *, late: int = 2, sample, log=None):
+    """Decode by a method whose output is wrong after its first tokens."""
+    for i, [token] in enumerate(autoregressive(target, prompt, sample=sample)):
+        yield [token + (i >= late)]
 
 
 # ----------------------------------------------------------------------- what goes where
@@ -166,7 +166,7 @@ def test_samples_are_those_of_the_seed_whatever_was_answered_before(ask):
 def test_compare_reports_the_first_difference(ask, how, expected, monkeypatch):
     """With the two largest scores there; in half precision near-ties are rounded, and it is no
     failure unless rows have the same bits. Without that option, --compare names it. A lossy method
-    is not checked."""
+    is not checked, nor is one with a lossy option."""
     changed = []
     monkeypatch.setattr("cli.main.make_invariant", lambda *given: changed.append(given))
     argv = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "8"]
@@ -175,8 +175,9 @@ def test_compare_reports_the_first_difference(ask, how, expected, monkeypatch):
     assert status == expected and "autoregressive: 8 tokens" in err and "8 target calls (1." in err
     assert ("--invariant" in err) == (status == 0)
     assert changed == [(loaded(TARGET, None, "bfloat16")[0], EngineLM)] * how.count("--invariant")
-    status, _, err = ask(*argv, method=wrong, lossy=[wrong])
-    assert status == 0 and "outputs may differ" in err
+    for lossy in wrong, "late":
+        status, _, err = ask(*argv, "--late", "1", method=wrong, lossy=[lossy])
+        assert status == 0 and "outputs may differ" in err
 
 
 def test_compare_takes_the_model_whose_text_a_method_writes(ask):

@@ -34,7 +34,7 @@ def test_what_makes_the_most_tokens_a_second_is_chosen(now):
     clock = Clock(lm, draft)
     assert clock.steps.line() == pytest.approx((4 / 1.24, 0.03 * 4 / 1.24))
     for _ in range(200):
-        clock.begin()
+        clock.find_prices()
         now[0] += 7
         lm.passes += [(8, 8, 4.0)]
         clock.note(3, 6)  # 3 s beside the call, in steps of 1 s

@@ -8,11 +8,12 @@ import torch
 from common import KVCache
 from fake_models import paths_of
 from families import rand, tiny
+from support.clock import list_sizes
 from support.engine import depth_of
 from support.parts import score_with
 from support.released import describe_dflash
-from survey.dflash import (BlockDraft, block_loss, grow_block, guess_blocks,
-                           plan_block, run_block, sample_roots)
+from survey.dflash import (BlockDraft, block_loss, grow_block, guess_blocks, run_block,
+                           sample_roots)
 from training.texts import Text, compute_features
 
 MODEL = tiny("llama", num_hidden_layers=3)
@@ -86,6 +87,6 @@ def test_a_tree_has_the_likeliest_of_all_paths():
 
 def test_sizes_are_planned_by_rates():
     """No block is needed for a tree of one node."""
-    plans = [*plan_block([0.8, 0.1], 2)]
+    plans = [(len(tree), *figures) for tree, *figures in list_sizes([0.8, 0.1], 2)]
     assert plans[:3] == [(1, 1.0, 1, 0, 1), (2, 1.8, 2, 1, 2),
                          (3, pytest.approx(2.44), 3, 1, 3)] and len(plans) == 7

@@ -10,8 +10,8 @@ from helpers import check_refused, note_calls, take
 from support.engine import EngineLM
 from support.parts import save_facts
 from survey import draft_verify as module
-from survey.draft_verify import (MOST, draft_verify, load_blocks, measure_agreement, move_threshold,
-                                 predict_speed, search, without)
+from survey.draft_verify import (draft_verify, load_blocks, measure_agreement, move_threshold,
+                                 search, without)
 from trainings import DATA, WORDLESS
 
 PROMPT = [3, 14, 15]
@@ -110,14 +110,6 @@ def test_agreement_by_hand():
                 for prompt, answer in DATA for i, token in enumerate(answer))
     found = measure_agreement(model, SOME, DATA + [(PROMPT, guessed)])
     assert found == pytest.approx((right + 8) / 20)
-
-
-def test_the_predicted_speed_by_hand():
-    """Two guesses bring 1 + a + a² tokens for two draft calls and one call that verifies them."""
-    speed, gamma = predict_speed(0.8, 0.2)
-    expected = {g: sum(0.8 ** i for i in range(g + 1)) / (0.2 * g + 1) for g in range(1, MOST + 1)}
-    assert speed == pytest.approx(expected[gamma]) == pytest.approx(max(expected.values()))
-    assert expected[2] == pytest.approx((1 + 0.8 + 0.64) / 1.4) and gamma < MOST
 
 
 def test_search_finds_the_blocks_that_add_nothing(tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ from support.layers import view
 from support.parts import save_part, score_with
 from survey import layerskip as module
 from survey.early_exit import Exit, early_exit, evaluate, exit_loss
-from survey.layerskip import export, layerskip, load_tuned, measure_exit, tuning_loss
-from training.texts import Text, compute_features, read_texts
+from survey.layerskip import export, layerskip, load_tuned, tuning_loss
+from training.texts import Text, compute_features, measure_right, read_texts
 from training.low_rank import add_low_rank
 from trainings import DATA, WORDLESS
 
@@ -58,7 +58,7 @@ def test_an_exit_is_right_where_the_next_token_is_its_likeliest(layers):
                   output_hidden_states=True).hidden_states[layers][0, len(prompt) - 1:-1]
         logits = model.lm_head(x if layers == 4 else model.model.norm(x))
         right += [token == row.argmax() for token, row in zip(answer, logits)]
-    assert measure_exit(model, DATA, layers) == pytest.approx(sum(right) / 12)
+    assert measure_right(view(model, 0, layers), DATA) == pytest.approx(sum(right) / 12)
 
 
 # ----------------------------------------------------------------------------------------- training

@@ -209,8 +209,8 @@ def test_rounds_are_those_without_caches(name, monkeypatch):
     family = "llama" if "gpt2" in REFUSED.get(name, []) else "gpt2"
     model = model_of(family, context=120, vocab_size=8, seed=4)
     prompt, earlier = [i ** 3 // 3 % 7 for i in range(20)], [5, 2, 2, 6, 1] * 4
-    if name not in REMEMBERING:  # a method that begins anew has learnt nothing of its trees
-        monkeypatch.setattr(Acceptance, "learn", lambda *_, **__: None)
+    # A method that begins anew has learnt nothing of its trees.
+    monkeypatch.setattr(Acceptance, "learn", lambda *_, **__: None)
     with monkeypatch.context() as patch:
         patch.setattr(CachedLM, "PART", 16)
         found = play_rounds(name, model, prompt, EngineLM, earlier=earlier)

@@ -47,7 +47,8 @@ def test_a_tree_holds_the_likeliest_tokens_of_each_head(kind, own):
     for token, node in zip(ids[1:], tree[1:], strict=True):
         above = torch.tensor([[ids[x] for x in path_to(node.parent, parents)]])
         x = heads(node.depth, f, model.get_input_embeddings()(above))
-        ranked = heads.lm_head_of(node.depth)(x)[0, :20].argsort(descending=True)
+        lm_head = heads.lm_heads[node.depth - 1] if own else heads.lm_head
+        ranked = lm_head(x)[0, :20].argsort(descending=True)
         assert token == ranked[node.rank]
 
 

@@ -192,7 +192,7 @@ def test_medusa_heads_compute_the_released_formula(tmp_path, embedded, file, own
     for k in range(5):
         x = f + F.silu(f @ w[f"{k}.0.linear.weight"].T + w[f"{k}.0.linear.bias"])
         logits = x @ (w[f"{k}.1.weight"] if own else model.get_output_embeddings().weight).T
-        close(heads.lm_head_of(k + 1)(heads(k + 1, f, None)), logits)
+        close((heads.lm_heads[k] if own else heads.lm_head)(heads(k + 1, f, None)), logits)
     assert heads.K == 5
     check_refused("--heads must be medusa for released heads, got hydra", medusa.load_heads,
                   tmp_path, "hydra", model)

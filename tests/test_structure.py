@@ -22,8 +22,8 @@ from training.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 835, "models": 930, "results": 360, "tests": 7165,
-          "hybrid support survey training": 4565}  # lines of code; prose has no limit
+LIMITS = {"root": 1160, "cli": 820, "models": 930, "results": 360, "tests": 7165,
+          "hybrid support survey training": 4450}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
 

@@ -426,7 +426,7 @@ def test_prompts_without_room_for_an_answer_are_skipped(split):
         assert sorted(len(p) for p, _ in data + held_out) == [2, room]
     # Nothing predicts an answer of one token.
     check_refused("expected 2 prompts or more .* 2 tokens .* got 1", split, [[5] * 2, [7]])
-    with use_settings(max_length=20), pytest.raises(InputError, match="must be below 20"):
+    with use_settings(max_length=20), pytest.raises(InputError, match="20 tokens of 20"):
         split([[3]])
 
 

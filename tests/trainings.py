@@ -17,6 +17,7 @@ from training.texts import digest
 
 TRAININGS = {  # a training: the decoding that reads OUT
     "bita train --P 3 --M 2": "bita --adapter OUT --tree full --k 2",
+    "bita train --P 0 --M 2": "survey.masks --tokens OUT",
     "cllm train --lr 1e-2 --states 2": "cllm --target OUT --n 4",
     "survey.medusa train --K 2": "survey.medusa --adapter OUT --nodes 5",
     "survey.medusa train --K 2 --heads hydra --vocab 9":
@@ -30,14 +31,12 @@ TRAININGS = {  # a training: the decoding that reads OUT
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0": "survey.dflash --adapter OUT",
     "survey.early_exit train --E 1": "survey.early_exit --exit OUT",
     "survey.layerskip tune --E 1 --rank 2": "survey.layerskip --tuning OUT",
-    "survey.masks train --L 2": "survey.masks --tokens OUT",
     "survey.masks tune --k 2 --rank 2": "survey.masks --method space --tuning OUT",
     "train distil --layers 0": "speculative --draft OUT"}
 TWINS = {  # another line runs all the code of each
-    "survey.masks train --L 2", "survey.medusa train --K 2", "survey.eagle train",
+    "bita train --P 0 --M 2", "survey.medusa train --K 2", "survey.eagle train",
     "survey.dflash train --taps 0,1 --layers 1 --B 3 --markov 0"}
-FLAT = {"bita train --P 3 --M 2", "survey.masks train --L 2",  # their loops are in bita.py
-        "cllm train --lr 1e-2 --states 2"}  # and in cllm.py
+FLAT = {x for x in TRAININGS if x.startswith(("bita", "cllm"))}  # their loops are in these files
 CHOICES = {"heads": ("medusa", "hydra"), "taps": ("0,1", "0,2", "2")}
 PROMPTS = [[x, 3, 7] for x in range(4, 12)]
 

@@ -148,12 +148,15 @@ def divergence_in_parts(kind: str, score_target: Callable, score_draft: Callable
 # --------------------------------------------------------------------------- the rates of steps
 
 def cosine(done: int, steps: int) -> float:
-    """Return the rate of a step that falls from 1 to 0 along a cosine."""
+    """Return the factor of the learning rate after `done` of `steps` updates.
+
+    It falls from 1 to 0 along a cosine.
+    """
     return 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
 def warm_cosine(done: int, steps: int) -> float:
-    """Return the rate of a step that rises over a twentieth of the steps, then falls to 0.
+    """Return a factor that rises over a twentieth of the steps, then falls to 0.
 
     It falls along the same cosine that a run without a warm-up would fall along.
     """
@@ -161,7 +164,7 @@ def warm_cosine(done: int, steps: int) -> float:
 
 
 def warm_linear(done: int, steps: int) -> float:
-    """Return the rate of a step that rises over a twentieth of the steps, then falls to 0."""
+    """Return a factor that rises over a twentieth of the steps, then falls to 0 in a line."""
     return min((done + 1) / max(1, 0.05 * steps), 1 - done / steps)
 
 
@@ -210,8 +213,6 @@ class Training:
         self.done = 0
         self.curve = {}
         self.inside_update = False
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self.note_step)
         settings = (fingerprint, name, steps, lr, rate.__name__, self.passes, max_norm, max_value,
                     seed, [type(x).__name__ for x in self.optimizers])
         self.file = folder / f"{name}-{digest(parameters, settings)}.pt" if folder else None
@@ -256,7 +257,12 @@ class Training:
         evaluate  a function that gives figures of held-out data, and a line to print. The figures
                   of about ten steps, the last one among them, make up the curve
         """
-        self.print_size()
+        numbers = sum(p.numel() for p in self.parameters.values())
+        # A number that is trained has a gradient and the two moments of AdamW beside it, all as
+        # large as the number itself. Activations come on top, and grow with the tokens of a pass.
+        size = sum(4 * p.nbytes for p in self.parameters.values()) / 1e9
+        print(f"{self.name}: {self.steps:,} steps, {numbers:,} trained numbers, {size:.3g} GB with "
+              "gradients and moments", flush=True)
         with tqdm(total=self.steps, initial=self.done, desc=self.name) as bar:
             try:
                 self.evaluate_when_due(evaluate)
@@ -272,15 +278,6 @@ class Training:
             finally:
                 self.save()
         return self.curve
-
-    def print_size(self) -> None:
-        """Print how many numbers are trained, and how much memory they take."""
-        numbers = sum(p.numel() for p in self.parameters.values())
-        # A number that is trained has a gradient and the two moments of AdamW beside it, all as
-        # large as the number itself. Activations come on top, and grow with the tokens of a pass.
-        size = sum(4 * p.nbytes for p in self.parameters.values()) / 1e9
-        print(f"{self.name}: {self.steps:,} steps, {numbers:,} trained numbers, {size:.3g} GB with "
-              "gradients and moments", flush=True)
 
     def evaluate_when_due(self, evaluate: Callable) -> None:
         """Add a point to the curve at the steps of a report, and after the last step."""
@@ -312,17 +309,12 @@ class Training:
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_norm)
         torch.nn.utils.clip_grad_value_(self.parameters.values(), self.max_value)
+        # From here on weights change. A checkpoint that is written before the update is counted
+        # would hold an update that is half made, or one that is made and not counted.
+        self.inside_update = True
         for optimizer in self.optimizers:
             optimizer.step()
         return total
-
-    def note_step(self, *_) -> None:
-        """Note that an update has begun to change weights. Each optimizer calls this before a step.
-
-        A checkpoint that is written before the update is counted would hold an update that is half
-        made, or one that is made and not counted.
-        """
-        self.inside_update = True
 
 
 def fit_part(part, model, form: tuple, lessons: Lessons, loss_of: Callable, evaluate: Callable, *,

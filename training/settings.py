@@ -28,7 +28,7 @@ RANGES = {name: values for name, (_, values) in OPTIONS.items() if values}
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Hold the options that every training has besides its own."""
+    """Hold the options of a training that are not its arguments."""
     accumulate: int = 1
     max_length: int = 2048
     # Prompts with answers that were made elsewhere, in place of the model's own answers

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from common import InputError, context_length, eos_ids, until
-from support.engine import require, tap_layers
+from support.engine import tap_layers
 from support.files import read_kept
 from training.settings import SETTINGS, Pair
 
@@ -148,8 +148,6 @@ def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, work: 
     longest = min(context_length(model), SETTINGS.get().max_length)
     pairs = SETTINGS.get().pairs
     if pairs is None:
-        require(limit < longest, "max_new_tokens", f"below {longest}, the most tokens of a text",
-                limit)
         fitting = [p for p in prompts if len(p) <= longest - limit]
         pairs = [*zip(fitting, collect_answers(model, tokenizer, fitting, limit, work))]
     answer_of = {}
@@ -157,8 +155,8 @@ def collect_pairs(model, tokenizer, prompts: list[list[int]], limit: int, work: 
         answer_of.setdefault(tuple(prompt), answer[:max(0, longest - len(prompt))])
     data = [([*prompt], answer) for prompt, answer in answer_of.items() if len(answer) > 1]
     if len(data) < 2:
-        raise InputError("expected 2 prompts or more with room for an answer of 2 tokens or more, "
-                         f"got {len(data)}")
+        raise InputError(f"expected 2 prompts or more with room for {limit} tokens of {longest}, "
+                         f"and answers of 2 tokens or more, got {len(data)}")
     print(f"{len(data)} answers of {sum(len(a) for _, a in data):,} tokens; "
           f"{len(prompts) - len(data)} others repeated, without room or too short")
     random.Random(seed).shuffle(data)
