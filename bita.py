@@ -101,8 +101,7 @@ def build_tree(candidates: list[list[int]], root: int, full: bool = False):
         paths = itertools.product(*candidates)
     else:
         paths = [[*best[:j], x] for j, tokens in enumerate(candidates) for x in tokens]
-    ids, parents, _ = trie(root, paths)
-    return ids, parents
+    return trie(root, paths)[:2]
 
 
 def attach_masks(parents: list[int], owners: list[int], M: int) -> list[int]:
@@ -203,8 +202,8 @@ def bita(target: PrefixLM, prompt: list[int], *, tree: str = "efficient", k: int
         root = chunk[-1]
         # Generation: the masks after the last accepted node predict what follows the new root.
         groups = logits[n:].view(len(owners), M, logits.shape[1])
-        # A chain has masks after the old root only. With c candidates accepted, the first c masks
-        # predicted what is final by now (Fig. 4), and are left out.
+        # A chain has masks after the old root only. If c candidates were accepted, the first c
+        # masks predicted tokens up to the new root (Fig. 4). Only the later masks are of use.
         group = groups[0, len(path) - 1:] if tree == "chain" else groups[path[-1]]
         candidates = group.topk(min(k, group.shape[1])).indices.tolist()
         if log is not None:
@@ -329,10 +328,9 @@ def sample_anchors(data: list[tuple], M: int, most: int, rng: random.Random):
     spans = [range(len(prompt) - 1, len(prompt) + len(answer) - 2) for prompt, answer in data]
     chosen = [torch.tensor(sorted(rng.sample(span, min(most, len(span))))) for span in spans]
     texts = [torch.tensor(prompt + answer) for prompt, answer in data]
-    labels = []
-    for text, anchors in zip(texts, chosen):
-        predicted = anchors[:, None] + 2 + torch.arange(M)  # positions, [G, M]
-        labels.append(F.pad(text, (0, M), value=-100)[predicted])
+    # The positions of the predicted tokens are [G, M]
+    labels = [F.pad(text, (0, M), value=-100)[anchors[:, None] + 2 + torch.arange(M)]
+              for text, anchors in zip(texts, chosen)]
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return pad(texts), pad(chosen), pad(labels, padding_value=-100)
 

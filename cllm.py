@@ -17,7 +17,7 @@ y[0] in the code. Alg. 3 spends a call on it (line 4). The code knows it: it is 
 the prompt, or comes from the block before. y is a state on the block's Jacobi trajectory. The last
 state is the fixed point y*, the greedy output of the model before training. The fixed points of all
 blocks make up the answer l. D(p || q) is the forward KL divergence, the sum of p log(p / q) over
-all tokens, and w is --w.
+all tokens. Eq. 7's w becomes --w (Departures, Losses).
 
 On the left is a trajectory with n = 4. On the right is the tree that the loss makes of the state
 y(1), which is wrong from its third token on:
@@ -39,9 +39,10 @@ Departures (smaller ones are in results/cllm.md):
 - States. Paper: Alg. 2 draws one block of an answer, and one state of it, which may be y*. Here:
   all blocks, and up to --states of each, but never y*, which the released code never draws either.
   Why: one pass reads all of them, and the loss of y* is 0.
-- Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means over all answers of a
-  batch, and the mean of D has only the places after a wrong token. Why: the released code has means
-  too. With k such places of a state and N tokens of an answer, --w is the w of Eq. 7 times N / k.
+- Losses. Paper: Eqs. 4 and 6 are sums over tokens. Here: they are means over the tokens of all
+  answers of a batch. D is averaged only over places where a token before them in the block is
+  wrong, since it is 0 elsewhere. Why: the released code has means too. With k such places of a
+  state and N tokens of an answer, --w is the w of Eq. 7 times N / k.
 - Blocks. Paper: they tile the answer, n tokens each (Alg. 1). Here: a block begins with a known
   token, often the last one of the block before, so it adds n - 1 or n tokens. The answer's end cuts
   the last block. Why: no call is spent only on a root, and nothing after that end is learnt.
@@ -75,7 +76,7 @@ from pathlib import Path
 from typing import Iterator
 
 from common import (CachedLM, InputError, Sampler, ancestor_mask, attention_mask, begin, eos_ids,
-                    greedy, main, until, windows_of)
+                    greedy, main, trie, until, windows_of)
 
 import torch
 from tqdm import tqdm
@@ -158,7 +159,7 @@ def find_trajectories(lm: CachedLM, prompt: list[int], n: int, limit: int, eos: 
     for record in log:
         y_star = (prompt + answer)[start:start + n]  # fewer than n at the answer's end
         states = [y[:len(y_star)] for y in record["states"]]
-        # A state before the last call equals y* if all guesses were right, or if it is cut here
+        # A state that equals y* is dropped. All its guesses were right, or its wrong ones are cut
         blocks.append((start, [*(y for y in states if y != y_star), y_star]))
         start += record["final"][-1] - 1  # the last token that is final is the next root
     return answer, blocks
@@ -202,13 +203,13 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
     are written already. Files of several runs can be joined.
 
     out: the file to make. It has a line for each answer that does not repeat itself
-    n: tokens of a block, its root included, 2 or more
+    n: tokens of a block, its root included, 3 or more. For 2 Eq. 4 has no term
     max_new_tokens: the most tokens of an answer, 1 or more
     augment: probability of correcting a wrong token after the first, in half of the states, 0 to 1
     seed: another seed begins with other guesses, and corrects other tokens
     """
-    if n < 2 or max_new_tokens < 1 or not 0 <= augment <= 1:
-        raise InputError("expected --n of 2 or more, --max-new-tokens of 1 or more and --augment "
+    if n < 3 or max_new_tokens < 1 or not 0 <= augment <= 1:
+        raise InputError("expected --n of 3 or more, --max-new-tokens of 1 or more and --augment "
                          f"of 0 to 1, got {n}, {max_new_tokens} and {augment}")
     lm = CachedLM(model)
     eos = eos_ids(model, tokenizer)
@@ -218,7 +219,7 @@ def collect(model, tokenizer, prompts: list[list[int]], *, out: Path, n: int = 1
             # A prompt that fills the context gets no answer
             limit = min(max_new_tokens, lm.max_length - len(prompt))
             answer, blocks = find_trajectories(lm, prompt, n, limit, eos, seed)
-            if answer and not repeats(answer, tokenizer.decode(answer)):
+            if answer and not repeats(answer, tokenizer.decode(answer, skip_special_tokens=True)):
                 for _, trajectory in blocks:
                     augment_states(trajectory, augment, rng)
                 line = {"prompt": prompt, "answer": answer, "blocks": blocks}
@@ -232,38 +233,27 @@ def draw_states(example: dict, most: int, rng: random.Random) -> list[tuple[int,
     example   {"prompt", "answer", "blocks"}, a line that `collect` wrote
     returns   for each state a pair (start, y), its root's place in prompt + answer and its tokens
     """
-    drawn = []
-    for start, (*states, _) in example["blocks"]:
-        drawn += [(start, y) for y in rng.sample(states, min(most, len(states)))]
-    return drawn
+    return [(start, y) for start, (*states, _) in example["blocks"]
+            for y in rng.sample(states, min(most, len(states)))]
 
 
 def training_tree(text: list[int], drawn: list) -> tuple[list[int], list[int], list]:
     """Build one tree of a text, its trunk, and of states of its blocks.
 
     A state follows the trunk up to its first wrong token. There it branches off for good, since a
-    wrong token changes all that follows.
+    wrong token changes all that follows. States with equal beginnings share nodes.
 
     text      the tokens of a prompt and its answer
     drawn     (start, y) of each state, as `draw_states` returns them
     returns   ids and parents of the tree; and pairs (teacher, student) of nodes. D compares what
               follows the one node with what follows the other
     """
-    ids = [*text]
-    parents = [*range(-1, len(text) - 1)]
-    compared = []
-    for start, y in drawn:
-        student = start
-        # The last token is left out, since it predicts a token after the block
-        for teacher, token in enumerate(y[1:-1], start + 1):
-            # If the student is the node just before the teacher, it has not branched off yet
-            if student == teacher - 1 and token == text[teacher]:
-                student = teacher
-            else:
-                ids.append(token)
-                parents.append(student)
-                student = len(ids) - 1
-                compared.append((teacher, student))
+    # The last token of a state is left out, since it predicts a token after the block
+    branches = [text[1:start + 1] + y[1:-1] for start, y in drawn]
+    ids, parents, (_, *paths) = trie(text[0], [text[1:], *branches])
+    # The trunk comes first, so its nodes are the places of the text: the teacher's
+    compared = [(teacher, student) for path in paths for teacher, student in enumerate(path)
+                if student != teacher]
     return ids, parents, compared
 
 
@@ -379,8 +369,8 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
 
     All tokens that a call makes final count as fast-forwarded. As in Table 3, these include the one
-    that would be right without any guess. A stationary token is right in some state after y(0) in
-    which a token before it is wrong, and it is right in every later state.
+    that would be right without any guess. A token is stationary if some state after y(0) has it
+    right while a token before it is still wrong, and if every later state has it right, too.
 
     log       what `cllm` logged, a record for each block
     eos       token ids that end an answer. A block that has one after its root is left out

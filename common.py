@@ -16,7 +16,7 @@ the text, runs the target once over the whole tree, and keeps one path of the tr
     root       the last token of the text: it is known but not cached, so each round feeds it
     tree       tokens, and a parent for each; node 0 is the root, and guesses hang below it. Nodes
                that were fed and may still join the context are *pending*
-    accepted   a guess is accepted if it joins the text; then so do all guesses above it
+    accepted   an accepted guess joins the text, and so do all guesses above it
     chunk      the tokens that a round adds to the text: the accepted guesses, then one token of the
                target's own. Its mean length is the *acceptance length*
 
@@ -53,7 +53,8 @@ The life of a prompt, with this tree. Steps 2 to 5 are a round:
 
 A method is a generator that yields chunks for ever, and `until` cuts them. A CachedLM serves one
 generator at a time. A lossless method writes the text of AR (`autoregressive`), apart from near
-ties: a call of many rows may round otherwise than a call of one, mostly in half precision.
+ties: a call of many rows may round otherwise than a call of one, mostly in half precision. If its
+rule draws coins, as that of speculative.py, its text has the distribution of AR's.
 
 In a method's docstring a name with a colon, as `gamma:`, is an option of the command line, too.
 
@@ -102,8 +103,8 @@ def walk(ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[in
     """Verify a tree: move from node to node as long as the target chose one of the guesses.
 
     ids       the token of each node. The children of a node must be different tokens
-    chosen    the token that the target chooses after each node: its argmax, or one sample that was
-              drawn after the tree was built
+    chosen    the token that the target chooses after each node: its argmax, or the Sampler's token
+              for its place
     returns   path, the accepted nodes with the root first; and chunk, the tokens chosen after each
               of them: the accepted guesses and, last, one token of the target's own
     """
@@ -131,15 +132,14 @@ def ancestor_mask(parents: list[int]) -> torch.Tensor:
 def windows_of(model) -> dict[str, int | None]:
     """Find how many tokens a row sees in each kind of layer, the row included. None: all of them.
 
-    If a config lists no kinds of layers, all of them count as "sliding_attention", with the window
-    of the config. Where it has none, as Llama's, the window is None: full attention.
+    If a config lists no kinds of layers, every layer counts as "sliding_attention". It has the
+    window of the config, or None if there is none, as in Llama.
     """
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    # A window in a checkpoint counts only if the family's default config has such a field.
-    known = window and hasattr(type(config)(), "sliding_window")
+    # Some checkpoints name a window that the code of their family never reads. It does not count.
+    window = config.sliding_window if hasattr(type(config)(), "sliding_window") else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return {kind: window if known and kind == "sliding_attention" else None for kind in kinds}
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
 def attention_mask(windows: dict, visible, positions, slots, like: torch.Tensor):
@@ -171,7 +171,7 @@ class KVCache:
         self.start, self.layers = 0, {}  # layer: [keys, values], each [B, heads, slots, d]
 
     def update(self, keys, values, layer: int, *_, **__):
-        """Store a layer's new keys and values, [B, heads, n, d]; return those of all slots."""
+        """Store a layer's new keys and values, [B, heads, n, d]; return all up to these."""
         buffers = self.layers.setdefault(layer, [keys[:, :, :0], values[:, :, :0]])
         end = self.start + keys.shape[2]
         for i, new in enumerate((keys, values)):
@@ -196,8 +196,9 @@ class KVCache:
 class CachedLM:
     """Run a causal language model on a cached context and one pending tree below the context.
 
-    Pending nodes are those that were fed since the last commit. If the guess "in" of the header's
-    tree had been accepted instead of "on", commit([0, 4]) would have done this to the slots:
+    Pending nodes are those that were fed since the last commit or truncate. If the guess "in" of
+    the header's tree had been accepted instead of "on", commit([0, 4]) would have done this to the
+    slots:
 
         before   │ … the cat │ sat  on  the  mat  in  a │ free …
         after    │ … the cat  sat  in │ the  mat  in  a  free …
@@ -225,7 +226,7 @@ class CachedLM:
         if not set(self.windows) <= set(self.KINDS):
             raise InputError(f"expected layers of {self.KINDS}, got {[*self.windows]}")
         self.cache = KVCache()
-        # Weights that wrap others, as quantised ones, may not be used in inference mode
+        # Some quantised weights wrap other tensors, and fail in inference mode
         self.plain = not any(hasattr(x, "__tensor_flatten__") for x in model.parameters())
         self.weight = model.get_input_embeddings().weight  # inputs and masks go where it is
         self.vocab = self.full_vocab = min(vocab or len(self.weight), len(self.weight))
@@ -236,8 +237,8 @@ class CachedLM:
 
         kept   how many of the first ids the cache holds already, from the old text
         """
-        if len(ids) > self.max_length:
-            raise InputError(f"expected a context of {self.max_length} or less, got {len(ids)}")
+        if len(ids) >= self.max_length:  # no room for the root
+            raise InputError(f"expected a context below {self.max_length}, got {len(ids)} tokens")
         self.truncate(kept)
         for i in range(kept, len(ids), self.PART):
             # No part needs logits, which take much memory if the vocabulary is large.
@@ -292,8 +293,8 @@ class CachedLM:
         name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
         if inputs.ndim > 2 and hasattr(self.model.get_decoder(), "embed_tokens_per_layer"):
             raise InputError(f"expected layers fed by embeddings, got {type(self.model).__name__}")
-        # Rows are given by index. Transformers takes a count of 0 for all rows, and with a slice of
-        # rows PyTorch is slower on a CPU in bfloat16, where it copies the LM head first.
+        # The LM head gets the numbers of rows. A count would not do, since transformers takes 0 for
+        # all rows. A slice is slower in bfloat16 on a CPU, where PyTorch copies the LM head first.
         read = torch.arange(inputs.shape[1] - keep, inputs.shape[1], device=inputs.device)
         return self.model(**{name: inputs}, position_ids=positions, attention_mask=mask,
                           past_key_values=self.cache, use_cache=True, return_dict=True,
@@ -344,9 +345,10 @@ class Sampler:
 
     Why any guesses leave it exact: p depends on the tokens before the place, and they depend on the
     numbers of earlier places only. So the E of this place are independent of p, and the token is a
-    sample of p whatever was guessed. Guesses decide which rows are computed, and not what
-    is chosen in a row, so they may even be made of the same E. The text is a function of model and
-    seed, and not of the method. Daliri et al., arXiv 2408.07978.
+    sample of p whatever was guessed. A guess only decides which rows are computed. The choice in a
+    row does not depend on it, so a draft may even sample with the same E. Of every method that
+    compares guesses with `sample(…)` the text is a function of model and seed. Daliri et al., arXiv
+    2408.07978.
 
     temperature, top_k, top_p and min_p turn logits into p, in this order, by the code of
     transformers. Temperature 0 stands for the argmax. Top_k 0, top_p 1 and min_p 0 keep all tokens.
@@ -356,7 +358,7 @@ class Sampler:
                sampled the same token
     """
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    def __init__(self, temperature: float = 1.0, *, top_k: int = 0, top_p: float = 1.0,
                  min_p: float = 0.0, seed: int = 0, coupling: bool = False):
         self.temperature, self.seed, self.rngs = temperature, seed, {}
         self.sure = coupling or temperature == 0  # whether rules see one-hot distributions
@@ -369,8 +371,9 @@ class Sampler:
 
     def draw_times(self, place: int, V: int, device) -> torch.Tensor:
         """Draw the E [V] of a place, by the CPU, so that all devices have the same numbers."""
-        # Numbers of float32 have steps of 2⁻²⁴ near 1, and would favour some of the rare tokens.
-        # A hash mixes seed and place. The remainder keeps apart seeds -1 and -2, of one hash.
+        # A rare token wins by a tiny E, which comes from a u near 1. There the steps of float32 are
+        # too coarse. A hash mixes seed and place. In Python hash(-1) equals hash(-2). With the
+        # remainder these two seeds differ, too.
         rng = torch.Generator().manual_seed(hash((self.seed % (2 ** 61 - 1), place)) % 2 ** 63)
         u = torch.rand(V, dtype=torch.float64, generator=rng).clamp_(min=1e-300)
         return -u.log_().float().to(device)
@@ -386,11 +389,6 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, places: list[int] = ()) -> list[int]:
         """Choose a token for each row of logits [n, V] at these places, which greedy ignores."""
         return self.race(logits, places).argmax(-1).tolist()
-
-    @property
-    def fixed(self) -> bool:
-        """Tell whether the tokens so far depend on model and seed only: no rule drew a coin."""
-        return self.sure or not self.rngs
 
     def uniform(self, shape, device) -> torch.Tensor:
         """Draw numbers in [0, 1) of this shape, float64, for the rules of papers."""
@@ -438,8 +436,7 @@ def begin(prompt, target: CachedLM, *drafts: CachedLM, **options) -> list[int]:
     prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
     V = len(target.weight)
     if not prompt or not all(isinstance(token, int) and 0 <= token < V for token in prompt):
-        raise InputError(f"expected a prompt of 1 or more token ids below {V}, got "
-                         f"{str(prompt)[:60]}")
+        raise InputError(f"expected 1 or more token ids below {V}, got {str(prompt)[:60]}")
     if len({target, *drafts}) < 1 + len(drafts):
         raise InputError("expected a CachedLM of its own for each model, got one of them twice")
     target.vocab = target.full_vocab  # it may have been a draft before
@@ -526,16 +523,15 @@ MODELS = Path(__file__).resolve().parent / "models"  # the embedded models, if t
 PROMPT = "Mia has 12 apples. She buys 3 bags of 4 apples each. How many apples does Mia have now?"
 LOADING = {"device": "", "dtype": "", "chat": False}  # options, with their defaults
 DECODING = {"prompt": "", "compare": False, "max_new_tokens": 128}
-SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
-            "coupling": False}  # the arguments of a Sampler
+SAMPLING = {"temperature": 0.0} | Sampler.__init__.__kwdefaults__  # its arguments
 
 
 def parse(function, defaults: dict, argv: list[str], parents=()) -> dict:
     """Parse the options of a command line, and return {name: value}.
 
     function  a method or a command. Its arguments that are numbers, switches or texts are options
-    defaults  further options with their defaults, None if required. The function's own options have
-              theirs
+    defaults  further options with their defaults. None stands for a required one. The defaults of
+              the function's own options are in its signature
     parents   parsers of argparse, whose options are listed too
     """
     parser = argparse.ArgumentParser(
@@ -557,13 +553,12 @@ def encode(tokenizer, messages: list[str], chat: bool) -> list[int]:
 
     chat   whether they come within the model's chat template. If not, there is one message
     """
-    text = messages[-1]
-    text.encode()  # an error for half of a character, which no tokenizer takes
+    messages[-1].encode()  # an error for half of a character, which no tokenizer takes
     if chat:
         said = [{"role": ("user", "assistant")[i % 2], "content": x}
                 for i, x in enumerate(messages)]
-        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=not chat)
+        return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+    return tokenizer.encode(messages[-1])
 
 
 def call(command, argv: list[str]) -> None:
@@ -633,9 +628,9 @@ def decode(method, lossy: bool, target: str, argv: list[str], parser, shared: di
         ours, fast = answer(method, lms, tokenizer, prompt, args)
         messages.append(tokenizer.decode(ours, skip_special_tokens=True))
         if args["compare"]:
-            plain = [CachedLM(models[0], vocab)]
-            theirs, slow = answer(autoregressive, plain, tokenizer, prompt, args)
-            said = ("may differ from" if lossy or not sample.fixed else
+            theirs, slow = answer(autoregressive, lms[:1], tokenizer, prompt, args)
+            # If a rule drew coins, the text depends on more than model and seed
+            said = ("may differ from" if lossy or (sample.rngs and not sample.sure) else
                     "equals" if ours == theirs else "differs from")
             print(f"speed-up {fast / slow:.2f}x; output {said} autoregressive output",
                   file=sys.stderr)

@@ -63,16 +63,16 @@ Departures:
   n-grams share are computed once.
 - Lookahead, the window. Released code, when sampling: it may move by all tokens that a call adds
   (ALWAYS_FWD_ONE = 0), and random tokens of the prompt replace an EOS in the newest level. Here: it
-  moves by one position a call, and an EOS stays. So each accepted guess leaves the window's tokens
-  one position later than they were computed for. Why: n-grams are only guesses.
+  moves by one position a call, and an EOS stays. So after j accepted guesses each token of the
+  window stands j positions later than the one it was computed for. Why: n-grams are only guesses.
 - Lookahead, the pool. Released code: it has the window's n-grams, and the text's only with
   POOL_FROM_PROMPT. It holds at most GUESS_SET_SIZE n-grams of a first token, and is read once the
   window is full. Here: it has both unless `prompt_ngrams` is off, holds all of them, and is read
   from the first call. An n-gram that comes again counts as the newest. Why: answers repeat the
   text, and G bounds what a call costs.
 - Prompt lookup. Saxena: a guess has 10 tokens, those after the first match of the last 3 tokens, or
-  else of 2 or 1. Here: N - 1 tokens after each of the G newest matches of the last token. Why: one
-  pool serves both methods.
+  else of 2 or 1. Here: N - 1 tokens after each of the G newest different matches of the last token
+  that N - 1 tokens follow. Why: one pool serves both methods.
 
 Left out: lookahead on several GPUs, and Santilli's PJ and HGJ. PJ runs Jacobi iteration over the
 whole answer. HGJ goes on token by token after a given length. `jacobi` is Santilli's PGJ.
@@ -96,10 +96,11 @@ class NgramPool:
     def __init__(self):
         self.ngrams = {}
 
-    def add(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram as the newest one. It may be known already."""
-        self.remove(ngram)
-        self.ngrams.setdefault(ngram[0], {})[ngram] = None
+    def add(self, ngrams: list[tuple[int, ...]]) -> None:
+        """Add n-grams, each as the newest one. Some may be known already."""
+        for ngram in ngrams:
+            self.remove(ngram)
+            self.ngrams.setdefault(ngram[0], {})[ngram] = None
 
     def remove(self, ngram: tuple[int, ...]) -> None:
         """Remove an n-gram if the pool has it."""
@@ -176,8 +177,7 @@ def prompt_lookup(target: CachedLM, prompt: list[int], *, N: int = 5, G: int = 1
     pool = NgramPool()
     while True:
         text += chunk
-        for ngram in last_ngrams(text, N, len(chunk)):
-            pool.add(ngram)
+        pool.add(last_ngrams(text, N, len(chunk)))
         # The guesses, which followed the root earlier in the text, make a tree
         root = text[-1]
         ids, parents, _ = trie(root, [ngram[1:] for ngram in pool.newest(root, G)])
@@ -216,8 +216,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         root = text[-1]
         levels[0][0] = root  # whatever was guessed in its place
         if prompt_ngrams:
-            for ngram in last_ngrams(text, N, len(chunk)):
-                pool.add(ngram)
+            pool.add(last_ngrams(text, N, len(chunk)))
         # Verification branch (Section 3.2): what followed the root in the pool's n-grams
         guesses = [ngram[1:] for ngram in pool.newest(root, G)]
         # Lookahead branch (Section 3.1): the columns. One call is fed both branches (Section 3.3)
@@ -228,8 +227,7 @@ def lookahead(target: CachedLM, prompt: list[int], *, W: int = 15, N: int = 5, G
         # The last node of each column. The argmaxes after them are the window's new level
         ends = [nodes[-1] for nodes in paths[len(guesses):]]
         levels, ngrams = move_window(levels, greedy(logits[ends]), N)
-        for ngram in ngrams:
-            pool.add(ngram)
+        pool.add(ngrams)
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": len(path) - 1})
         yield chunk

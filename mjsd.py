@@ -130,7 +130,7 @@ def mjsd(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: int = 4
                 eta = i  # line 11: the longest accepted prefix so far
         [t] = sample(logits[eta:eta + 1], target.places[eta:eta + 1])  # lines 15 and 16
         target.commit(range(eta + 1))
-        # The draft was not fed t, nor x_η if x_η ended the beam.
+        # The draft was not fed t, nor the last token of the beam if all of it was accepted.
         draft.commit(best.nodes[:len(unseen) + eta])
         chunk = [*x[:eta], t]
         text += chunk
@@ -159,8 +159,8 @@ class Beam:
     tokens   the tokens
     logps    logps[i] is the joint log-probability of the first i tokens, in nats. The last item is
              that of the whole beam
-    nodes    the pending nodes of `unseen`, then of `tokens`. The newest token gets its node when
-             the search feeds it
+    nodes    the pending nodes of `unseen`, then of those of `tokens` that were fed. The newest one
+             may not be fed yet
     ended    whether the last token is an EOS, so that the beam grows no more
     """
     tokens: list[int]
@@ -212,9 +212,8 @@ def beam_search(lm: CachedLM, unseen: list[int], depth: int, beams: int, sample:
         # A beam that has ended competes as it is.
         candidates = [beam for beam in found if beam.ended]
         for beam, children in zip(growing, propose_children(logits, beams, sample)):
-            for token, logp in children:
-                candidates.append(Beam(beam.tokens + [token], beam.logps + [beam.logps[-1] + logp],
-                                       beam.nodes, ended=token in eos))
+            candidates += [Beam(beam.tokens + [token], beam.logps + [beam.logps[-1] + logp],
+                                beam.nodes, ended=token in eos) for token, logp in children]
         if not candidates:  # all probabilities are nan, so no beam can grow
             break
         found = sorted(candidates, key=lambda beam: beam.logps[-1], reverse=True)[:beams]

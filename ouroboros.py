@@ -85,10 +85,11 @@ class NgramPool:
     def __init__(self):
         self.ngrams = {}
 
-    def add(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram as the newest one. It may be known already."""
-        self.remove(ngram)
-        self.ngrams.setdefault(ngram[0], {})[ngram] = None
+    def add(self, ngrams: list[tuple[int, ...]]) -> None:
+        """Add n-grams, each as the newest one. Some may be known already."""
+        for ngram in ngrams:
+            self.remove(ngram)
+            self.ngrams.setdefault(ngram[0], {})[ngram] = None
 
     def remove(self, ngram: tuple[int, ...]) -> None:
         """Remove an n-gram if the pool has it."""
@@ -161,8 +162,7 @@ def ouroboros(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: in
             found = correct_suffixes(d, best, paths[1:]) + phrases_of(d, best, accepted, beta)
             for phrase in tried:
                 pool.remove(phrase)
-            for phrase in found:
-                pool.add(phrase)
+            pool.add(found)
         if log is not None:
             log.append({"guessed": len(ids) - 1, "accepted": accepted,
                         "calls": draft.calls - calls_before,
@@ -197,8 +197,9 @@ def phrases_of(d: list[int], best: list[int], A: int, beta: int) -> list[tuple[i
     returns   the phrases, each a tuple of β tokens
 
     A phrase is a discarded token d[i] and the target's argmaxes for the next β - 1 places. In all
-    of these places but the last the target must have agreed with the draft. If it did not, its next
-    argmax came after a drafted token that is not in the phrase.
+    of these places but the last the target must have agreed with the draft. The target computed
+    each argmax after the draft's token. If that token differs from the phrase's, the next argmax
+    does not continue the phrase.
 
         d      5  6  7  8  9         A = 1: the argmax was 1 and not 6
         best   5  1  7  8  2  4      β = 3: the phrases are 6 7 8 and 7 8 2. But 8 2 4 is none,
@@ -264,8 +265,7 @@ class Drafter:
         if self.levels:
             new = [chosen[nodes[-1]] for nodes in paths[1 + len(guesses):]]
             self.levels, phrases = move_window(self.levels, new, self.beta)
-            for phrase in phrases:
-                self.pool.add(phrase)
+            self.pool.add(phrases)
         return tokens[len(chain):]
 
 
@@ -324,8 +324,7 @@ def report(run) -> str:
     cost = (draft.seconds / draft.calls) / (target.seconds / target.calls)
     return (f"a round: {guessed:.2f} guesses, {accepted:.2f} accepted; {calls:.2f} draft calls, of "
             f"whose tokens {matched:.2f} are the target's argmax\npredicted speed-up "
-            f"{predict(accepted, calls, cost):.2f}x, a draft call costing {cost:.2f} of a target "
-            f"call")
+            f"{predict(accepted, calls, cost):.2f}x, a draft call costing {cost:.2f} target calls")
 
 
 COMMAND_LINE = dict(

@@ -58,10 +58,7 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
              the guess, and p itself is returned
     """
     left = (p - q).clamp(min=0)
-    total = left.sum()
-    if total > 0:
-        return left / total
-    return p
+    return left / left.sum() if left.any() else p
 
 
 def draw_next(probs: torch.Tensor, draft_probs: torch.Tensor, accepted: int,
@@ -146,7 +143,7 @@ def speculative(target: CachedLM, draft: CachedLM, prompt: list[int], *, gamma: 
         chunk = [*guesses[:accepted], token]
         text += chunk
         # Both models forget the rejected guesses. Neither has been fed the new last token. The
-        # draft was not fed its last guess either. So after a whole draft it has cached one less.
+        # draft was not fed its last guess either. So after a whole draft it lacks two tokens.
         target.commit(range(1 + accepted))
         draft.truncate(min(draft.length, len(text) - 1))
         if log is not None:
@@ -163,7 +160,8 @@ def verify_block(target_probs: torch.Tensor, draft_probs: torch.Tensor, guesses:
     are as likely under the target as under the draft. This rule always accepts them, and
     `verify_tokens` rejects x_1 half of the time.
 
-    The rule makes this true: given x_1 … x_i, at least i guesses are accepted with probability
+    The rule makes this true: given x_1 … x_i, with later guesses still random, the probability that
+    at least i guesses are accepted is
 
         joint_0 = 1,    joint_i = min(1, joint_{i-1} p(x_i) / q(x_i))
 

@@ -78,8 +78,7 @@ def own_store(model) -> rest.Datastore:
 def pool_of(*phrases: tuple[int, ...]) -> ouroboros.NgramPool:
     """Make a pool of these phrases, the newest last."""
     pool = ouroboros.NgramPool()
-    for phrase in phrases:
-        pool.add(phrase)
+    pool.add(phrases)
     return pool
 
 

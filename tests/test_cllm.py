@@ -115,7 +115,8 @@ def test_collected_lines(tmp_path):
         assert row == {"prompt": prompt, "answer": answer, "blocks": [[*x] for x in blocks]}
     with pytest.raises(FileExistsError):
         collect(model, WORDLESS, PROMPTS, out=out)
-    loop = SimpleNamespace(eos_token_id=None, decode=lambda ids: "She has four apples now.\n" * 3)
+    said = "She has four apples now.\n"
+    loop = SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: said * 3)
     collect(model, loop, PROMPTS[:1], **how | {"out": tmp_path / "b"})
     assert read(tmp_path / "b") == []
 
@@ -124,7 +125,7 @@ def test_ctrl_c_keeps_the_answers_that_are_collected(tmp_path, monkeypatch):
     """Each line is in the file at once, even if the process is killed."""
     model, seen = tiny("llama"), []
 
-    def decode(ids):
+    def decode(ids, **_):
         seen.append((tmp_path / "o").read_text().count("\n"))
         return str(ids)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=interrupting(decode, 3))

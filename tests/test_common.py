@@ -343,7 +343,7 @@ def test_probs_equal_transformers_warpers(temperature, top_k, top_p, min_p):
     for warp in (TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k or 40),
                  TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
         expected = warp(None, expected)
-    sample = Sampler(temperature, top_k, top_p, min_p)
+    sample = Sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     torch.testing.assert_close(sample.probs(logits), expected.softmax(-1), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(sample.probs(logits[3]), expected[3].softmax(-1))  # [V] alone
     assert sample.probs(logits.bfloat16()).dtype == torch.float32

@@ -76,7 +76,7 @@ def test_the_window_of_the_survey(sample, monkeypatch):
         return F.one_hot(torch.tensor(following % 900), 900).float()
     found, target, log = [], ScriptedLM(after), []
     monkeypatch.setattr("jacobi.random.Random", Oranges)
-    monkeypatch.setattr(NgramPool, "add", lambda pool, ngram: found.append(ngram))
+    monkeypatch.setattr(NgramPool, "add", lambda pool, ngrams: found.extend(ngrams))
     chunks = lookahead(target, [0], W=5, N=4, G=2, prompt_ngrams=False, sample=sample, log=log)
     text = [0, *tokens_of(chunks, 5)]
     assert (text == [0, 1, 2, 3, 4, 5]) == (sample is greedy)

@@ -73,7 +73,7 @@ SIX = ["speculative", "jacobi", "lookahead", "prompt_lookup", "ouroboros", "cllm
 PARTS = [x for x in ALL if x not in ("qwen2", "mistral", "phi3", "cohere2", "qwen3-moe")]
 READING = [bita, dflash, draft_verify, eagle, eagle3, early_exit, medusa, mtp, triforce]
 SAMPLERS = [  # families take turns. Without coupling papers' rules have other texts
-    Sampler(temperature, top_k, top_p, seed=seed, coupling=True)
+    Sampler(temperature, top_k=top_k, top_p=top_p, seed=seed, coupling=True)
     for seed, (temperature, top_k, top_p) in enumerate([
         (0.7, 20, 1.0), (1.5, 20, 0.9), (0.7, 0, 0.9), (1.5, 0, 0.9), (1.0, 0, 1.0)])]
 SAMPLED = SAMPLERS[1]

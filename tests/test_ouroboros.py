@@ -125,4 +125,4 @@ def test_the_report():
            dict(guessed=7, accepted=1, calls=3, matched=4)]
     assert module.report(SimpleNamespace(models=models, log=log)) == (
         "a round: 8.50 guesses, 4.00 accepted; 3.00 draft calls, of whose tokens 5.00 are the "
-        "target's argmax\npredicted speed-up 3.85x, a draft call costing 0.10 of a target call")
+        "target's argmax\npredicted speed-up 3.85x, a draft call costing 0.10 target calls")

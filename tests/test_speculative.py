@@ -56,7 +56,7 @@ def test_both_rules_are_exact_by_enumeration(gamma, V, temperature, top_k, top_p
     and the reverse. A block never accepts fewer guesses. It accepts more where many tokens have a
     chance."""
     logits = 1.5 * torch.randn(2, 1 + V, V, generator=torch.Generator().manual_seed(0))
-    sample, counts = Sampler(temperature, top_k, top_p), {}
+    sample, counts = Sampler(temperature, top_k=top_k, top_p=top_p), {}
     for name, verify in ("token", verify_tokens), ("block", verify_block):
         found, counts[name] = expand(logits, sample, gamma, verify)
         expected = continue_text(logits[0], sample, -1, gamma + 1)

@@ -22,7 +22,7 @@ from training.settings import Settings
 
 PACKAGES = {"torch", "transformers", "tqdm", "safetensors"}
 PLAIN = {"steps", "seed", "lr", "max_new_tokens"}  # options of commands that need no words
-LIMITS = {"root": 1160, "cli": 820, "models": 930, "results": 360, "tests": 7165,
+LIMITS = {"root": 1130, "cli": 820, "models": 930, "results": 360, "tests": 7165,
           "hybrid support survey training": 4450}  # lines of code; prose has no limit
 PROGRAMS = [name for name in written() if name.endswith(".py") and not name.startswith("tests")]
 
@@ -143,7 +143,7 @@ def test_a_decoding_imports_little():
 def test_common_has_few_ideas_and_a_file_with_its_training_few_lines():
     """What is read first must be read whole, in one sitting."""
     source = read("common.py")
-    assert code_lines(source) <= 324 and len(source.splitlines()) <= 670
+    assert code_lines(source) <= 316 and len(source.splitlines()) <= 670
     assert max(code_lines(read(f"{name}.py")) for name in ("bita", "cllm")) <= 216
     assert ast.parse(source).body[0].end_lineno <= 75
 

@@ -53,7 +53,7 @@ def use_settings(**settings):
 
 DATA = [([3, 4], [5, 6, 7, 8]), ([9, 3, 30], [4, 4, 2, 11, 17, 40]), ([7], [5, 2])]
 WORDLESS = SimpleNamespace(  # a tokenizer, as far as needed
-    eos_token_id=None, decode=str, save_pretrained=str,
+    eos_token_id=None, decode=lambda ids, **_: str(ids), save_pretrained=str,
     get_vocab=lambda: {f"t{n}": n for n in range(61)})
 LITTLE = dict(steps=4, batch=2, lr=1e-2, max_new_tokens=6)
 
