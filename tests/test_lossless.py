@@ -271,13 +271,13 @@ ALIKE = {  # methods all of whose tensors another line of their file makes, too
 
 
 def texts_on(device: str, name: str, run_as=EngineLM) -> list[list[list[int]]]:
-    """Write two chunks of a greedy text and two of a sampled one, with all models on a device. The
+    """Write two chunks of a greedy text and one of a sampled one, with all models on a device. The
     second round goes on from what the first one kept."""
     model = model_of("llama", device)
     line = METHODS[name](model)
     kind = kind_for(line.method, run_as)
-    return [take(chunks_of(line, kind(model), PROMPT, run_as, sample=sample), 2)
-            for sample in (Sampler(0), Sampler(0.7, seed=1))]
+    return [take(chunks_of(line, kind(model), PROMPT, run_as, sample=sample), n)
+            for sample, n in ((Sampler(0), 2), (Sampler(0.7, seed=1), 1))]
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.cuda)],
@@ -293,7 +293,7 @@ def test_a_gpu_writes_the_text_of_the_cpu(name, run_as, real):
     likeliest, sampled = texts_on("cpu", name)
     with nullcontext() if real else FakeCuda() as gpu:
         found = texts_on("cuda:0" if real else "cuda", name, run_as)  # so each has its own models
-    assert found[0] == likeliest and len(found[1]) == 2
+    assert found[0] == likeliest and len(found[1]) == 1
     if not real:  # a real GPU has other random numbers, and counts nothing
         assert found[1] == sampled
         assert gpu.counts["launches"] > 100 or gpu.counts["replays"] > 4
