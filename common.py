@@ -276,6 +276,7 @@ class CachedLM:
     def layout(self, parents: list[int], n: int):
         """Compute what the newest n nodes see, and where they and all rows in the cache are.
 
+        parents   those of all pending nodes. The newest n come last
         returns   visible, bool [n, m]. positions of the nodes, [n]. slots, the positions of all m
                   rows that the cache has after the pass
         """
@@ -606,7 +607,8 @@ def decode(method, lossy: bool, target: str, argv: list[str], parser, shared: di
     """Decode an answer by a method. With --compare also decode token by token.
 
     With --chat and without --prompt it is a conversation: an empty line or Ctrl-D ends it. All
-    turns have what `shared` makes, as a pool of phrases.
+    turns have what `shared` makes, as a pool of phrases. The arguments are as for `main`, which has
+    parsed --method by the parser.
     """
     classes = {x: kind for x, kind in method.__annotations__.items() if x in ("target", "draft")}
     paths = {x: f"{MODELS}/{x}" for x in classes} | {"target": f"{MODELS}/{target}"}

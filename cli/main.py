@@ -93,7 +93,7 @@ def load_models(args: Namespace, method) -> dict[str, tuple]:
 # ---------------------------------------------------------------------------------- decoding
 
 class Session:
-    """Holds what a command line decodes: loaded models and prompts, and runs methods on them.
+    """Hold the loaded models and prompts of a command line, and run methods on them.
 
     args    the parsed command line
     method  the method that is asked for, which decides how many drafts are loaded
@@ -142,7 +142,7 @@ class Session:
                 f"shorter than the context of {self.context} tokens", longest)
 
     def converse(self, run: Run) -> Iterator[tuple[str, list[int]]]:
-        """Yield what is typed at a terminal, with the token ids of all that was said before it."""
+        """Yield each message that is typed, and the token ids of the conversation up to it."""
         target, tokenizer = self.models["target"], self.tokenizers["target"]
         for lm in run.models.values():
             lm.keeps = True  # so a turn costs only what is new
@@ -217,7 +217,8 @@ def compare(session: Session, run: Run) -> int:
     model into the target's memo as "writer". Then this model decodes token by token.
 
     run      the run of the method
-    returns  1 where output that model and seed fix differs in float32 or with --invariant, else 0
+    returns  1 if outputs differ though model and seed determine them, in float32 or with
+             --invariant, and else 0
     """
     session.models["target"] = run.models["target"].memo.get("writer", session.models["target"])
     ar = session.decode(autoregressive, {})

@@ -32,7 +32,8 @@ DATE = datetime(2024, 7, 26)
 def read_texts(given: list[str], others: list[str] | None) -> list[str]:
     """Return the prompts of a command line, or three examples if it has none.
 
-    given    the texts of --prompt, among which "-" stands for standard input. They come first
+    given    the texts of --prompt, among which "-" stands for standard input. With some of them
+             the others are not read
     others   the texts of --prompts
     """
     texts = [read_input() if text == "-" else text for text in given]
@@ -191,7 +192,7 @@ def encode_pair(model, tokenizer, row: dict, chat: dict | None) -> Pair:
             prompt, answer = split_texts(tokenizer, prompt, answer, messages is None)
             whole = [*answer, tokenizer.eos_token_id]
             answer = next(until(iter([whole]), len(whole), eos_ids(model, tokenizer)))
-        wrong = {*prompt, *answer} - {*range(vocab)}
+        wrong = [x for x in {*prompt, *answer} if x not in range(vocab)]
         if wrong:
             raise ValueError(f"the model has tokens from 0 to {vocab - 1}, and not {min(wrong)!r}")
     return prompt, answer

@@ -9,9 +9,11 @@ round, and the median over the rounds is shown. Prompts whose AR output loops ar
 counted, since a model in a loop accepts every guess. All rows warm up with a few prompts. So a
 method that learns from its calls has learned already, and graphs are captured.
 
-A row of the tables is a command line without `python`: a method and its options. ALL has every
-method at its defaults, and --row adds one. A new method file is found by itself, and needs a row in
-ALL. A new kind of figure is a cell in `make_line`. The rows of a call are the tokens that it has.
+A line of the tables is a command line without `python`: a method and its options. ALL has the usual
+ones. --only and --row replace them: then AR runs, and what they name. A new method file is found by
+itself, and needs a line in ALL. A new kind of figure is a cell in `make_line`. The rows of a call
+are the tokens that it has. The realised share is the speed-up divided by the tokens per call: 100%
+if a call cost what one of AR costs.
 
 FILE holds a prompt a line. A line may also be JSON. Its prompt is its "prompt", or else its
 "question", or else the first of its "turns". It may have a "category", which gets a column.

@@ -103,7 +103,7 @@ class Clock:
             self.steps.note(rows, seconds)
         self.tokens, self.seconds = 0.0, 0.0  # of the latest rounds
         self.seen = 0  # passes of the model that are noted
-        self.due = 0  # the number of passes at which is chosen again
+        self.due = 0  # the number of passes at which the next choice is made
 
     def choose(self, list_choices: Callable[[], Iterable[Choice]]):
         """Begin a round, and return the plan of the choice with the most tokens a second.

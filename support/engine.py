@@ -127,7 +127,7 @@ def tap_layers(model, taps: list[int] | None, seen: list):
 class EngineLM(RecurrentLM):
     """Be a CachedLM that keeps features, runs recurrent layers and times its passes.
 
-    Each pass waits for the GPU, or it would end before the GPU does.
+    The clock of a pass stops only when the GPU is done.
 
     features         [n, d], what the LM head would read of all rows of the newest pass, or with
                      `taps` what entered these layers. After `start`: of all tokens of the context

@@ -188,7 +188,7 @@ def read_eagle3(path: str, model) -> tuple:
     key = "eagle_aux_hidden_state_layer_ids"
     listed = config.get(key) or (config.get("eagle_config") or {}).get(key) or taps
     outputs = [i - 1 for i in taps]
-    require({*listed} in ({*taps}, {*outputs}), "adapter", f"a head that reads layers {taps}",
+    require([*listed] in (taps, outputs), "adapter", f"a head that reads layers {taps}",
             f"{path!r} with {key} {listed}")
     tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): x for name, x in found.items()}
     form = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
@@ -272,9 +272,8 @@ def read_dflash(config: dict, model) -> Form:
     layers = read_layer_config("config.json", settings, model, Qwen3Config, DFLASH)
     layers._attn_implementation = "grouped"  # the attention of support/engine.py
     causal = settings.get("is_causal", settings.get("causal"))  # None: the file does not say
-    looks_back = causal  # whether rows of sliding layers see no later ones
-    if causal is None:
-        looks_back = not settings.get("sliding_window_non_causal")
+    # Whether rows of sliding layers see no later ones
+    looks_back = not settings.get("sliding_window_non_causal") if causal is None else causal
     window = layers.sliding_window or math.inf
     sees = {"full_attention": (0 if causal else -math.inf, math.inf),
             "sliding_attention": (0 if looks_back else 1 - window, window)}
@@ -303,7 +302,7 @@ def check_dflash(settings: dict, form: Form, model) -> None:
             (not odd, "without settings that are not known here", odd),
             (depth in (None, L), f"for a model of {L} layers", depth),
             (len({*taps}) == len(taps) and 0 <= taps[0] and taps[-1] <= last,
-             f"that reads different layers below {last}", taps),
+             f"that reads the inputs of different layers from 0 to {last}", taps),
             (widths == [h] * len(widths),
              f"of embeddings and hidden states of {h} numbers, as its own are", widths),
             (isinstance(form.rows, int) and form.rows > form.first,

@@ -71,7 +71,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ADAPTER = f"{MODELS}/eagle.safetensors"
 # Training adds noise to features, uniform in ± NOISE. The released code scales it by 512 / T.
 NOISE = 0.1
-SAMPLED = 512  # how many rows of a step the cross-entropy reads
+SAMPLED = 512  # how many rows of a pass the cross-entropy reads
 LEVELS = 8  # the most levels of guesses that a tree has
 
 
@@ -286,7 +286,7 @@ def decode(target: EngineLM, draft: EagleLayer, prompt: list[int], nodes: int, s
         unfed.append(Pairs(target.features[path], chunk))
         target.commit(path)
         learnt.learn(parents, path, pruned=True)
-        if nodes == 0:
+        if nodes == 0 and parents != [-1]:
             clock.note(len(levels), fed + sum(levels[1:]))
         log_round(log, guessed=len(ids) - 1, accepted=len(path) - 1)
         yield chunk

@@ -202,7 +202,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
     anchors: the most tokens of an answer that have masks after them, 1 or more
     lr:      the highest learning rate, after a warm-up. 1e-3 was found for 10M parameters
     """
-    # One pass has many masks after the text, and a mask is only an embedding.
+    # Masks are embeddings. A model that cannot be fed any is refused now.
     CachedLM(model).forward(model.get_input_embeddings().weight[:1])
     lessons = prepare_training(model, tokenizer, prompts, out, work, max_new_tokens, seed)
     tuning = make_tuning(model, rank, seed)
@@ -223,7 +223,7 @@ def tune(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = 
 
     @torch.inference_mode()
     def evaluate() -> tuple[dict, str]:
-        right, same = [], random.Random(0)
+        right, same = [], random.Random(0)  # the same anchors each time
         for pair in lessons.held_out:
             ids, at, labels = sample_anchors([pair], k, anchors, same)
             guesses = mask_logits(tuned, mask.expand(k, -1), [], ids, at).argmax(-1).cpu()

@@ -170,7 +170,8 @@ def read_block(path: str, layers: int, option: str) -> dict[str, torch.Tensor]:
     path     the checkpoint's directory or hub id
     layers   how many layers the target has
     option   the option that named the checkpoint, for messages
-    returns  tensors by the names of `mtp.…`, and none if there is no block. InputError for several
+    returns  tensors by the names of `mtp.…`, of its embeddings and LM head if it has some, and none
+             if there is no block. InputError for several
              blocks, and for one that is quantised
     """
     ask_hub(path, WEIGHTS)
@@ -210,17 +211,17 @@ def load_draft(adapter: str | Path, model) -> MTPBlock:
 
     InputError if the block does not fit the model, and if there is none.
     """
+    own = Path(model.name_or_path).resolve() == (MODELS / "target").resolve()
+    file = adapter or (ADAPTER if own else "")
+    if file and not is_released(file):
+        return load_trained(file, MTPBlock.title, model,
+                            lambda _: MTPBlock(model, dtype=model.dtype))
     path = str(adapter or model.name_or_path)
     option = "adapter" if adapter else "target"
-    if not adapter or is_released(path):
-        tensors = read_block(path, depth_of(model), option)
-        if tensors:
-            return load_block(path, tensors, model, option)
-        embedded = not adapter and Path(path).resolve() == (MODELS / "target").resolve()
-        require(embedded, option, "a checkpoint with an MTP block (for another one, `python -m "
-                "survey.mtp train` makes a block)", repr(path))
-    return load_trained(adapter or ADAPTER, MTPBlock.title, model,
-                        lambda _: MTPBlock(model, dtype=model.dtype))
+    tensors = read_block(path, depth_of(model), option)
+    require(tensors != {}, option, "a checkpoint with an MTP block (for another one, `python -m "
+            "survey.mtp train` makes a block)", repr(path))
+    return load_block(path, tensors, model, option)
 
 
 # ---------------------------------------------------------------------------------- decoding

@@ -40,7 +40,7 @@ The output is lossless. The tree depends only on the datastore and on final text
 sampled once at each node (`walk`).
 
 Departures of REST:
-- Suffixes. Paper: of 2 to 16 tokens in the released code, and only the longest that occurs guesses.
+- Suffixes. Released code: of 2 to 16 tokens, and only the longest that occurs guesses.
   Here: of 1 to 16, and shorter ones fill the tree. Why: rows that are paid for should have a guess.
 - Matches. Paper: the first 5,000 in sorted order, which run on into the next text. Here: an even
   sample of 100, which end with their text. Why: the first in order are those that low ids follow.
@@ -293,8 +293,8 @@ def build(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path =
     """Make a datastore of the model's own greedy answers to prompts.
 
     The prompts are chosen as for a training. So a prompt and the longest answer must have room in
-    2,048 tokens, and an answer of one token is left out. With --text all texts of two tokens or
-    more are kept.
+    2,048 tokens and in the model's context, and an answer of one token is left out. With --text
+    each different text of two tokens or more is kept once.
 
     out:  the safetensors file to make
     work: folder of answers, by default OUT.work

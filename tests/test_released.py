@@ -322,9 +322,9 @@ REFUSED = {  # kind: what its head has instead, in tensors or configuration, and
     "dflash": [
         ({"hidden_size": 64}, "hidden states of 64 numbers, as its own are, got"),
         ({"dflash_config": INSIDE | {"target_layer_ids": [1]}}, "expected tensors {'fc.we"),
-        ({"dflash_config": INSIDE | {"target_layer_ids": [1, 3]}}, "different layers below 3"),
-        ({"dflash_config": INSIDE | {"target_layer_ids": [1, 1]}}, "different layers below 3"),
-        ({"aux_hidden_state_layer_ids": [1, 3]}, "different layers below 2, got"),
+        ({"dflash_config": INSIDE | {"target_layer_ids": [1, 3]}}, "different layers from 0 to 3"),
+        ({"dflash_config": INSIDE | {"target_layer_ids": [1, 1]}}, "different layers from 0 to 3"),
+        ({"aux_hidden_state_layer_ids": [1, 3]}, "different layers from 0 to 2, got"),
         ({"dflash_config": {"target_layer_ids": [1, 2]}}, "it has no 'mask_token_id'"),
         ({"dflash_config": INSIDE | {"mask_token_id": 61}}, "is a token below 61, got 61"),
         ({"dflash_config": INSIDE | {"mask_token_id": "<mask>"}}, "a token below 61, got '<mask>'"),

@@ -92,7 +92,9 @@ def divergence(kind: str, target_logits, draft_logits):
     if kind == "jsd":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         return (kl(log_p, log_m) + kl(log_q, log_m)) / 2
-    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    if kind == "tvd":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    raise ValueError(f"there is no divergence {kind!r}")
 
 
 def compute_in_parts(compute: Callable, vocab: int, *rows: torch.Tensor) -> torch.Tensor:

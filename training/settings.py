@@ -9,7 +9,7 @@ Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 # For each option of trainings: its meaning, unless the training's docstring has it, and its values
 OPTIONS = {
     "accumulate": ("passes of a step, which takes the mean of their gradients. Four passes of 4 "
-                   "answers need the memory of 4 answers, and learn what a pass of 16 learns",
+                   "answers need the memory of 4, and learn about what a pass of 16 learns",
                    "1 or more"),
     "max_length": ("the most tokens of a prompt and its answer together. A prompt that leaves no "
                    "room for the longest answer is left out. An answer of --data is cut",
