@@ -369,8 +369,8 @@ def profile_of(log: list[dict], eos: set[int] = frozenset()) -> tuple[int, float
     """Count what Jacobi decoding gained, over the complete blocks of a log. Section 3.3, Table 3.
 
     All tokens that a call makes final count as fast-forwarded. As in Table 3, these include the one
-    that would be right without any guess. A token is stationary if some state after y(0) has it
-    right while a token before it is still wrong, and if every later state has it right, too.
+    that would be right without any guess. A token is stationary if a state after y(0) has it
+    right while a token before it is still wrong. Every later state must have it right, too.
 
     log       what `cllm` logged, a record for each block
     eos       token ids that end an answer. A block that has one after its root is left out
