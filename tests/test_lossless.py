@@ -401,8 +401,8 @@ def test_heads_and_layers_whose_weights_overflow(name):
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.few is not None])
 def test_a_rule_of_a_paper_leaves_the_targets_law(name, monkeypatch):
     """Where the seed does not fix the text. A model of three tokens; all first rounds, and after a
-    first round of one token all second ones, once for each token. If this holds for every beginning, what follows has the target's law. So
-    the chain rule appends it."""
+    first round of one token all second ones, once for each token. If this holds for every
+    beginning, what follows has the target's law. So the chain rule appends it."""
     monkeypatch.setattr(sequoia, "draw_children", draw_by_choices)
     prompt = [0, 1, 2, 0, 1] if name in ("cascade", "triforce") else [1]  # these two read contexts
     model, lengths, first = tiny("llama", vocab_size=8), set(), {}
