@@ -144,7 +144,7 @@ def test_text_is_autoregressive_text(name, family, monkeypatch):
         turn = 1 if far else (number + [*METHODS].index(name)) % 2
         samples = [samples[turn]]
     for sample in samples:
-        check_text(line, model, PROMPT, 16 if family == "llama" else 12, sample=sample)
+        check_text(line, model, PROMPT, 16 if family == "llama" else 10, sample=sample)
     if far:
         monkeypatch.setattr(CachedLM, "PART", 16)
         check_text(line, model, [2] * (END - 5), 5)

@@ -114,7 +114,7 @@ def test_calls_have_few_sizes(monkeypatch):
     given, sizes = note_calls(monkeypatch, packed, "multiply"), set()
     ours = pack(layer())
     with torch.inference_mode():
-        for rows in range(1, 513):
+        for rows in [*range(1, 65), *range(65, 513, 5), 512]:
             assert ours(torch.ones(1, rows, 512)).shape == (1, rows, 520)
             sizes.add(given[-1][0].numel() // 512)
             assert rows <= max(sizes) <= max(16, 1.25 * rows)

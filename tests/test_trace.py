@@ -40,12 +40,12 @@ def test_every_method_writes_a_page(method, tmp_path, capsys, monkeypatch, embed
     """The page shows the method and, with --compare, token by token too."""
     monkeypatch.setattr("support.loading.load", loaded)
     page, given = tmp_path / "x.html", OWN.get(method.__name__, [])
-    argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "6", *given]
+    argv = ["--prompt", TEXT, "--trace", str(page), "--max-new-tokens", "5", *given]
     assert main([method], lambda run: "", argv, lossy=[method]) == 0
     # The data are parsed back, as a browser's script does it.
     data = re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1]
     own, *others = json.loads(data)["runs"]
-    assert own["method"] == method.__name__ and 0 < len(checked(own)) <= 6
+    assert own["method"] == method.__name__ and 0 < len(checked(own)) <= 5
     assert capsys.readouterr().out.strip() == embedded[2].decode(
         checked(own), skip_special_tokens=True).strip()
     assert len(others) == ("--compare" in given)
