@@ -213,9 +213,10 @@ def fit(model, tokenizer, prompts: list[list[int]], *, out: Path, work: Path = N
     parts = {}
     for kind, make in KINDS.items():
         path = Path(adapters) / f"{kind}.safetensors"
-        if path.exists() or kind == "mtp":  # whose block may be in the target's own files
+        file = str(path) if path.exists() else ""
+        if file or kind == "mtp":  # whose block may be in the target's own files
             try:
-                parts[kind] = make(lm, kind, str(path) if path.exists() else "")
+                parts[kind] = make(lm, kind, file)
             except InputError as error:  # there is no block, or it is a part of another model
                 print(f"{kind} is left out: {error}", file=sys.stderr)
     tokens, entries, guessed = replay_answers(lm, data, store, parts)

@@ -94,12 +94,12 @@ class Head(Trained):
         super().__init__(target, target.once(load_heads, path, kind, target.model), 1)
         self.embed = target.model.get_input_embeddings()
         self.to_logits = target.once(logits_of, target.model)
+        self.lm_head = [*self.part.lm_heads, self.part.lm_head][0]  # its own, or the target's
 
     def run_root(self, features: torch.Tensor) -> torch.Tensor:
         """Run the head; return logits [1, V']."""
         between = self.embed(torch.tensor([self.root], device=features.device))[:, None]
-        lm_head = [*self.part.lm_heads, self.part.lm_head][0]  # its own, or the target's
-        return self.to_logits(lm_head(self.part(1, features[-1:], between)))
+        return self.to_logits(self.lm_head(self.part(1, features[-1:], between)))
 
     def score(self, path: tuple[int, ...], worth: float) -> torch.Tensor:
         """Return the logits [V'] after the root."""

@@ -4,8 +4,8 @@
     check           refuses a model by numbers: a tree must give the logits of its paths
     load_checked    loads as `load` does, and tells which file is at fault if loading fails
 
-common.py has a shorter `load`. This one also finds lost modules of a layer and weights
-of a wrong shape, and it names a damaged file. Numbers decide whether the masks of a model work.
+common.py has a shorter `load`. This one also finds lost modules of a layer and weights of a wrong
+shape, and it names a damaged file. Numbers decide whether the masks of a model work.
 """
 import re
 import sys

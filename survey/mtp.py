@@ -171,8 +171,7 @@ def read_block(path: str, layers: int, option: str) -> dict[str, torch.Tensor]:
     layers   how many layers the target has
     option   the option that named the checkpoint, for messages
     returns  tensors by the names of `mtp.…`, of its embeddings and LM head if it has some, and none
-             if there is no block. InputError for several
-             blocks, and for one that is quantised
+             if there is no block. InputError for several blocks, and for one that is quantised
     """
     ask_hub(path, WEIGHTS)
     with explain_errors("a checkpoint whose files can be read", path):
